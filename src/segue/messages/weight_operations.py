@@ -88,7 +88,7 @@ class JoinGroup(Operation, frozen=True, kw_only=True):
 
     @property
     def group(self) -> Group:
-        """The group to meet."""
+        """The group in the form that the ranks get: port as a number, IPv6 address without brackets."""
         return Group(
             name=self.group_name,
             master_address=self.master_address.removeprefix("[").removesuffix("]"),  # IPv6, as in a URL
@@ -128,12 +128,12 @@ class Prepare(Operation, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, checksum in (self.checksums or {}).items():
-            if checksum >= 1 << 64:
-                raise ValueError(f"checksums of {name[:80]!r}: must be an integer of 64 bits")
+            if checksum >= 1 << 64:  # msgspec's own bounds end at 63 bits
+                raise ValueError(f"checksums of {name[:80]!r}: {checksum} must be an integer below 2**64")
 
     @property
     def manifest(self) -> Manifest:
-        """What is going to be broadcast."""
+        """What is going to be broadcast, in the form that the ranks get."""
         return Manifest(
             group_name=self.group_name,
             buckets=self.buckets,
@@ -204,7 +204,7 @@ class UpdateFromDistributed(SingleUpdate, frozen=True, kw_only=True):
 
     @property
     def manifest(self) -> Manifest:
-        """What is going to be broadcast."""
+        """What is going to be broadcast: one bucket, so some weights may be missing (`partial`)."""
         return Manifest(
             group_name=self.group_name,
             buckets=[Bucket(names=self.names, dtypes=self.dtypes, shapes=self.shapes)],

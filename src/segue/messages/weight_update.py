@@ -55,11 +55,15 @@ class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 class _Command(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A command to every rank."""
+
     call: int = 0  # its number, which the sender sets
 
 
 class _SessionCommand(_Command, frozen=True, kw_only=True):
-    session: int
+    """A command of one session; the first command of `AddCommand` with a new number opens the session."""
+
+    session: int  # its number
 
 
 class Join(_Command, frozen=True, kw_only=True):

@@ -55,9 +55,9 @@ def plan(weights: Weights, max_bytes: int) -> list[TensorBucket]:
 def tensors(weights: Weights, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields names and tensors in a fixed order, tied ones once; with ``meta``, tensors on the meta device.
 
-    A module's parameters have the names of its saved checkpoint, where transformers saves them under other
-    names than the module's; the conversion may copy one layer's experts at a time. A mapping's names are
-    kept.
+    A mapping's names are kept. A module's parameters get the names of its saved checkpoint, which is what an
+    engine knows. transformers may save a tensor under another name than the module's, or split it: then its
+    conversion copies tensors, one parameter at a time, to keep the copies small.
     """
     if not isinstance(weights, nn.Module):
         for name, tensor in _distinct(weights.items()):
@@ -66,6 +66,7 @@ def tensors(weights: Weights, *, meta: bool = False) -> Iterator[tuple[str, Tens
     model = _unwrapped(weights)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {name: parameter.to("meta") for name, parameter in parameters.items()}
+    # Found on the meta device, where nothing is copied.
     is_renamed = _as_saved(model, shapes).keys() != shapes.keys()
     for name, parameter in (shapes if meta else parameters).items():
         yield from (_as_saved(model, {name: parameter}) if is_renamed else {name: parameter}).items()
@@ -94,6 +95,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns parameters under the names, and in the shapes, in which transformers would save them."""
     transformers = sys.modules.get("transformers")  # if it is not imported, the model is none of its models
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return state
@@ -103,6 +105,7 @@ def _as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _distinct(items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor once: of several names for the same memory and shape, the first."""
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in items:
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

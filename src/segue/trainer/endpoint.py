@@ -47,6 +47,10 @@ class Endpoint:
         return self._request(route, None, timeout_s)
 
     def _request(self, route: str, body: bytes | None, timeout_s: float) -> Answer:
+        """Returns the engine's answer to a POST of ``body``, or to a GET if that is None.
+
+        Raises nothing: a request that fails is an answer without a status.
+        """
         url = self.url.rstrip("/")
         try:
             with open_url(f"{url}/{route}", body, api_key=self.api_key, timeout_s=timeout_s) as response:
@@ -70,6 +74,7 @@ class Answer:
 
 
 def _read(response: Any) -> bytes:
+    """Returns the body of a response; raises if it is larger than `_MAX_BODY`, or takes over `_BODY_S`."""
     body, deadline = bytearray(), time.monotonic() + _BODY_S
     while piece := response.read1(_PIECE):
         body += piece
@@ -77,12 +82,13 @@ def _read(response: Any) -> bytes:
             raise ValueError(f"its answer has more than {_MAX_BODY} bytes")
         if time.monotonic() >= deadline:
             raise TimeoutError(f"its answer was not complete after {_BODY_S:g} s")
-    if response.length:
+    if response.length:  # bytes that the header announced, and that did not come
         raise IncompleteRead(bytes(body), response.length)
     return bytes(body)
 
 
 def _parse_answer(url: str, status: int, text: bytes) -> Answer:
+    """Returns an answer with the fields of a JSON body; a success needs the status, and no contrary field."""
     try:
         fields = json.loads(text)
     except ValueError:

@@ -89,7 +89,10 @@ class TrainerGroup:
             raise TimeoutError(f"not all engines joined the group {name!r} within {timeout_s:g} s")
 
     def announce(self) -> None:
-        """Announce the next bucket in the store; with NCCL, to be called before each bucket."""
+        """Announce the next bucket in the store; with NCCL, to be called before each bucket.
+
+        Engines queue a receive only for an announced bucket, since a waiting NCCL kernel keeps SMs busy.
+        """
         store = self._store
         self._alive()
         assert store is not None
@@ -137,14 +140,24 @@ class TrainerGroup:
         while self._joining.is_alive() and time.monotonic() < deadline:
             with suppress(RuntimeError):
                 timeout = timedelta(seconds=STAND_IN_S)
-                TCPStore(group.master_address, group.master_port, group.world_size, False, timeout)
+                TCPStore(
+                    group.master_address,
+                    group.master_port,
+                    group.world_size,
+                    is_master=False,
+                    timeout=timeout,
+                )
 
     def _join(self) -> None:
+        """The joining thread: hosts the store, waits there for all ranks, and makes the process group.
+
+        A failure is left in `_error`, for `wait`; a group that was left meanwhile is closed again.
+        """
         group = self.group
         try:
             # torch's `rendezvous` hosts no store in a process that torchrun has started.
             host, port, timeout = group.master_address, group.master_port, self._timeout
-            store = TCPStore(host, port, group.world_size, True, timeout, multi_tenant=True)
+            store = TCPStore(host, port, group.world_size, is_master=True, timeout=timeout, multi_tenant=True)
             if self._left:  # `leave` has connected in place of the missing engines
                 return
             joined = self._make(store)
@@ -160,15 +173,19 @@ class TrainerGroup:
         joined.mark_dead("it was left")
 
     def _make(self, store: Store) -> JoinedGroup:
+        """Returns the process group; with NCCL writes first what the engines must know to build the same one.
+
+        `has_met` is set before this thread blocks until the engines build theirs.
+        """
         self._store = ours = prefixed(store, self.group)
         if self.group.backend == "gloo":
             self.has_met.set()
-            made = make_backend(store, self.group, 0, self._timeout)
+            made = make_backend(store, self.group, rank=0, timeout=self._timeout)
         else:
             ours.set(ANNOUNCED_KEY, "0")
             if self.max_ctas is not None:
                 ours.set(MAX_CTAS_KEY, str(self.max_ctas))
-            made = make_backend(store, self.group, 0, self._timeout)
+            made = make_backend(store, self.group, rank=0, timeout=self._timeout)
             self._registers = can_register(made, self.device)
             if self._registers:
                 ours.set(REGISTERED_KEY, "1")
@@ -206,8 +223,10 @@ class BroadcastSender:
         self.finished = threading.Event()
         self._stopped = False
         self._buffers: list[Tensor] = []
-        self._in_flight = deque[tuple[TensorBucket, torch.cuda.Event, list[Tensor]]]()  # with end, and pieces
+        # On CUDA: bucket, the event at its end, and its pieces, which must stay alive until then.
+        self._in_flight = deque[tuple[TensorBucket, torch.cuda.Event, list[Tensor]]]()
         is_cuda = self.group.device.type == "cuda"
+        # None: not on CUDA. The caller's work up to here, which may still write the weights.
         self._ready_event = torch.cuda.current_stream(self.group.device).record_event() if is_cuda else None
         threading.Thread(target=self._run, name="broadcast-weights", daemon=True).start()
 
@@ -216,6 +235,7 @@ class BroadcastSender:
         self._stopped = True
 
     def _run(self) -> None:
+        """The thread: sends all buckets, then sets `finished`; before that `error`, if sending has failed."""
         try:
             if self._ready_event is None:
                 self._send()
@@ -227,6 +247,7 @@ class BroadcastSender:
             self.finished.set()
 
     def _send(self) -> None:
+        """Send over gloo, one broadcast after the other."""
         for index, bucket in enumerate(self.buckets):
             for piece in self._pieces(index, bucket):
                 self._check()
@@ -272,6 +293,7 @@ class BroadcastSender:
                 time.sleep(POLL_S)
 
     def _check(self) -> None:
+        """Raise if the broadcast was stopped."""
         if self._stopped:
             raise RuntimeError("the broadcast was stopped")
 
@@ -281,7 +303,10 @@ class BroadcastSender:
         self.on_sent(self)
 
     def _pieces(self, index: int, bucket: TensorBucket) -> Iterator[Tensor]:
-        """Yields what to broadcast for a bucket, one after the other, as bytes."""
+        """Yields what to broadcast for bucket number ``index``, one after the other, as bytes.
+
+        A flattened bucket is one piece: its tensors are packed into a buffer, which a later bucket reuses.
+        """
         if not self.flattened:
             for tensor in self._next_tensors(bucket):
                 yield as_bytes(tensor.to(self.group.device))
@@ -302,6 +327,7 @@ class BroadcastSender:
         yield flat
 
     def _next_tensors(self, bucket: TensorBucket) -> Iterator[Tensor]:
+        """Yields the bucket's tensors from the weights; raises if they are not as they were planned."""
         for name, planned in bucket.tensors.items():
             found, tensor = next(self.tensors)
             if (found, tensor.dtype, tensor.shape) != (name, planned.dtype, planned.shape):
@@ -320,7 +346,7 @@ def free_port(wanted: int | None) -> int:
             with suppress(OSError):
                 probe.bind(("", port))
                 return int(probe.getsockname()[1])
-    raise OSError("no free port")
+    raise OSError("no TCP port is free for the process group of the weights; end programs that use ports")
 
 
 def own_address(host: str, port: int) -> str:

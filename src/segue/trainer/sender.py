@@ -153,6 +153,7 @@ class WeightSender:
             self._leave()
 
     def _attempt(self, weight_version: str | None, flush_cache: bool) -> SendReport:
+        """Send once; after a failure no session and no group is left, so that the next send begins afresh."""
         session = uuid.uuid4().hex
         try:
             return self._send(session, weight_version, flush_cache)
@@ -161,6 +162,11 @@ class WeightSender:
             raise
 
     def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
+        """Do one update: join if needed, prepare all engines, broadcast, complete and commit.
+
+        Several engines commit in a request of its own, once all have received and checked everything: so all
+        commit or none does. A single engine commits with the complete request.
+        """
         self._check_open()
         buckets = plan(self.weights, int(self.buffer_size_mb * (1 << 20)))
         group = self._group = self._group or self._join()
@@ -216,7 +222,7 @@ class WeightSender:
             raise WeightSendError(
                 f"backend 'nccl' sends from CUDA devices, but the weights are on {device}: use 'gloo'"
             )
-        first = urlsplit(self._engines[0].url)
+        first = urlsplit(self._engines[0].url)  # all engines get the address that suits this one
         address = self.master_address or own_address(first.hostname or "", first.port or 80)
         join = operations.JoinGroup(
             master_address=bracketed(address),
@@ -244,6 +250,7 @@ class WeightSender:
         return hosted
 
     def _check_open(self) -> None:
+        """Raise if `close` was called."""
         if self._closing.is_set():
             raise WeightSendError("the sender was closed during the send")
 
@@ -255,6 +262,7 @@ class WeightSender:
     def _broadcast(
         self, group: TrainerGroup, session: str, buckets: list[TensorBucket], began: float, gb_per_s: float
     ) -> None:
+        """Broadcast all buckets, and watch the engines meanwhile; ``began``: when the update began."""
         total_bytes = sum(bucket.num_bytes for bucket in buckets)
 
         def report(broadcast: BroadcastSender) -> None:
@@ -298,7 +306,8 @@ class WeightSender:
             answers = self._statuses(session)
             if not all(answer.success for answer in answers) and not broadcast.finished.is_set():
                 self._fail("an engine ended its session during the broadcast", answers)
-            limit = self._speed_limit(answers)  # an engine that does not answer may be generating
+            # An engine that does not answer may be generating: the limit is raised only if all have answered.
+            limit = self._speed_limit(answers)
             if limit < broadcast.gb_per_s or all("generating" in answer.fields for answer in answers):
                 broadcast.gb_per_s = limit
         if broadcast.error is not None:
@@ -328,6 +337,7 @@ class WeightSender:
         return answers
 
     def _check(self, operation: Operation, answers: list[Answer]) -> None:
+        """Raise with the reasons of the engines that refused ``operation``, if there are any."""
         done = [answer.url for answer in answers if answer.success]
         if isinstance(operation, operations.CommitSession) and 0 < len(done) < len(answers):
             self._fail(f"committed by {', '.join(done)} only, which keep the new weights", answers)
@@ -335,6 +345,7 @@ class WeightSender:
             self._fail(f"/{operation.route} failed", answers)
 
     def _fail(self, what: str, answers: list[Answer]) -> NoReturn:
+        """Raise an error that names ``what`` failed, and each engine's reason."""
         reasons = "; ".join(f"{answer.url}: {answer.message}" for answer in answers if not answer.success)
         raise WeightSendError(f"{what}: {reasons}" if reasons else what, answers)
 
@@ -346,6 +357,7 @@ class WeightSender:
         self._leave()
 
     def _leave(self) -> None:
+        """Leave the group, if there is one, here and on all engines."""
         group, self._group = self._group, None
         if group is not None:
             leave = operations.LeaveGroup(group_name=self.group_name)

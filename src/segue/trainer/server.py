@@ -74,7 +74,11 @@ class SaveBody(Struct, frozen=True):
 
 
 class Trainer:
-    """Implements the routes; training, saving and sending take turns."""
+    """Implements the routes; training, saving and sending take turns.
+
+    Each public method that has a route takes its body and returns its reply; the docstring is the summary in
+    the OpenAPI description. An error that a client can mend is raised as a `SegueError`.
+    """
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
@@ -137,6 +141,7 @@ class Trainer:
             return self._last
 
     def _send(self, body: SyncBody) -> SendReport:
+        """Send with the sender of the last sync, which keeps its group; with a new one after any change."""
         wanted = (tuple(self._endpoints.values()), body)
         if self._sender is None or self._sends_to != wanted:
             self._leave()
@@ -156,8 +161,9 @@ class Trainer:
                 self._progress = None
 
     def _show(self, progress: Progress) -> None:
+        """Take the progress of the running sync, for the bar and for `sync_status`."""
         self._bar.total = progress.total_bytes
-        self._bar.update(progress.num_bytes - self._bar.n)
+        self._bar.update(progress.num_bytes - self._bar.n)  # tqdm takes the increase
         self._progress = progress
 
     def sync_status(self) -> dict[str, Any]:
@@ -187,13 +193,14 @@ class Trainer:
     def close(self) -> None:
         """Leave the engines' group for good: end a running sync, or wait for a running step or save."""
         self._closed = True
-        while not self._turn.acquire(timeout=TURN_S):
+        while not self._turn.acquire(timeout=TURN_S):  # again and again: a sync may make its sender only now
             if (sender := self._sender) is not None:
                 sender.close()
         self._leave()
         self._turn.release()
 
     def _leave(self) -> None:
+        """Close the sender, if there is one, and with it the engines' group."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
@@ -206,6 +213,7 @@ def create_app(trainer: Trainer, guard: HttpGuard) -> Starlette:
     described: list[tuple[str, str, dict[str, Any]]] = []
 
     def add(path: str, act: Callable[..., Any], kind: type[Struct] | None = None) -> None:
+        """Add a route for ``act``: a POST with a body of type ``kind``, or a GET if that is None."""
         method = "POST" if kind else "GET"
         schema = body_schema(kind, required=False) if kind else {}
         described.append((path, method, {"summary": act.__doc__ or path} | schema))
@@ -244,6 +252,7 @@ def run(trainer: Trainer, listener: socket.socket, guard: HttpGuard) -> None:
     server = make_server(trainer, guard)
 
     def end(number: int, frame: FrameType | None) -> None:
+        """Shut down gracefully; the next Ctrl-C has its default effect again."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         server.handle_exit(number, frame)
 
@@ -282,6 +291,11 @@ def _route(path: str, act: Callable[..., Any], kind: type[Struct] | None) -> Req
 
 
 async def _read_json(request: Request) -> Any:
+    """Returns the decoded JSON body, an empty object if there is none.
+
+    Raises:
+        InvalidRequestError: the body is too large, or not JSON.
+    """
     body = bytearray()
     async for piece in request.stream():
         body += piece

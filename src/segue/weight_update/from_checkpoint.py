@@ -28,12 +28,17 @@ def load(staged: StagedWeights, command: Load, is_cancelled: Callable[[], bool])
             the session was cancelled.
     """
     own = [staged.served.cache_dir, *([hub.cache_directory()] if command.from_hub else [])]
+    # Segue's own caches may be read even if `command.roots` restricts a client's paths.
     rules = model_files.Reading(roots=command.roots, own=own, hub=command.from_hub, is_cancelled=is_cancelled)
     with model_files.reading(rules):
         return _load(staged, command.request)
 
 
 def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
+    """Do the work of `load`, under the rules for reading files that hold for this thread.
+
+    Nothing is staged before the checkpoint's config was compared with the served model's.
+    """
     served, table = staged.served, staged.served.weight_map
     source = resolve(request.model_path, request.load_format or "auto", served.cache_dir)
     differences = _differences(served.config, source.config)
@@ -42,16 +47,18 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
             f"the model at {model_files.short_path(request.model_path)} is not the one served: "
             f"{'; '.join(differences)}. Start an engine with it instead"
         )
+    # A buffer must hold at least one row of any tensor, at 8 bytes per value (float64) at most.
     widest = max(shape[-1] for shape in table.shapes.values())
     size = max(_BUFFER_BYTES, 8 * widest) if served.device.type == "cpu" else BOUNCE_BYTES
 
-    def make() -> Arena:
+    def make() -> Arena:  # called once the files were checked
         staged.release()  # weights staged before in this session: the checkpoint replaces all of them
         staged.add(table.names)
         assert staged.whole is not None
         return staged.whole
 
     with staged.memory.on_stream():
+        # Each item says that one more block was copied to the arena.
         for _ in read_weights(source, table, make, served.dtype, seed=served.seed, buffer_bytes=size):
             model_files.raise_if_cancelled()
     staged.memory.synchronize()

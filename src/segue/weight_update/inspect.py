@@ -1,4 +1,9 @@
-"""Values, checksums and snapshots of the served weights, by their checkpoint names."""
+"""Values, checksums and snapshots of the served weights, by their checkpoint names.
+
+A rank holds some boxes of each checkpoint tensor, in parameters that are fused from several tensors. A
+`Slice` of the weight map, here called a part, says which box of the tensor (`source`) lies in which box of
+which parameter (`destination`).
+"""
 
 from __future__ import annotations
 
@@ -48,6 +53,11 @@ class Inspector:
         return {"differ": self._differing()}
 
     def _values(self, name: str, size: int) -> dict[str, Any]:
+        """Returns this rank's share of the first `size` rows of the tensor `name`.
+
+        `shape` is that of these rows on all ranks together. Each item of `parts` has its `place`, which is
+        the bounds per dimension within them, and its values as the bytes of float32.
+        """
         table = self._served.weight_map
         meaning = table.aliases.get(name, name)
         if meaning not in table.slices:
@@ -65,7 +75,7 @@ class Inspector:
         parts = []
         for part in table.slices[meaning]:
             rows = part.source[0]
-            count = min(size, rows.stop) - rows.start
+            count = min(size, rows.stop) - rows.start  # not above 0: this part begins after the wanted rows
             if count > 0:
                 values = self._view(part)[:count].float().cpu().contiguous()
                 place = [
@@ -76,6 +86,10 @@ class Inspector:
         return {"shape": [min(size, shape[0]), *shape[1:]], "parts": parts}
 
     def _checksums(self) -> dict[str, int]:
+        """Returns checkpoint name -> sum of the checksums of this rank's parts, for tensors that it counts.
+
+        The sums of all ranks add up to the tensor's checksum. The device is waited for once, not per tensor.
+        """
         if self._owned_slices is None:
             self._owned_slices = _owned_slices(self._served)
         names = [name for name in self._owned_slices if self._owned_slices[name]]
@@ -87,6 +101,12 @@ class Inspector:
         return {name: value & MASK for name, value in zip(names, found, strict=True)}
 
     def _checksum(self, name: str, part: Slice) -> Tensor:
+        """Returns the checksum of one part, an int64 scalar on the weights' device.
+
+        Each value's bits are multiplied by a weight of its row and one of its column in the whole tensor,
+        then summed modulo 2**64. So it does not matter how the ranks split a tensor. The rows' weights depend
+        on `name` as well, so that two tensors with exchanged contents change the total.
+        """
         view = self._view(part)
         rows, columns = (view, part.source[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -101,6 +121,7 @@ class Inspector:
         return total
 
     def _differing(self) -> list[str]:
+        """Returns the checkpoint names of the tensors whose bits on this rank differ from the snapshot."""
         snapshot = self._snapshot
         if snapshot is None:
             raise InvalidRequestError(
@@ -117,11 +138,16 @@ class Inspector:
         ]
 
     def _view(self, part: Slice) -> Tensor:
+        """Returns the served values of a part, in the shape of its box of the tensor."""
         return box_of(self._served.arena.view(part.parameter), part)
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
-    """Returns the slices that this rank counts: a slice that several ranks hold counts on the first."""
+    """Returns, per checkpoint name, the slices that this rank counts in a checksum.
+
+    A slice that several ranks hold (a norm, a shared KV head) counts on the first of them only. These ranks
+    follow each other, so it is enough to compare with the rank before this one.
+    """
     table, tp = served.weight_map, served.tp
     if tp.rank == 0:
         return {name: table.slices[name] for name in table.names}
@@ -135,6 +161,9 @@ def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:
 
 
 def _position_weights(first: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Returns an odd int64 for each of `count` positions from `first`."""
+    """Returns the checksum's weights of `count` rows or columns, of which the first is number `first`.
+
+    They are `int64[count]`, pseudo-random by position and `key`, and odd, so that no bit of a value is lost.
+    """
     places = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     return scramble(places.mul_(2 * key + 1)).bitwise_or_(1)

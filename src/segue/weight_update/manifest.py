@@ -1,4 +1,9 @@
-"""Checks of a trainer's manifest against this rank's model, before anything is sent."""
+"""Checks of a trainer's manifest against this rank's model, before anything is sent.
+
+A model may know a tensor under further names, and `WeightMap` holds both kinds. An *alias* is the name of a
+tied tensor (a head that equals the embedding). A *stacked* name stands for one tensor that holds the matrices
+of all experts; each expert's matrix also has a name of its own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ def tensors(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 def check(manifest: Manifest, table: WeightMap) -> list[str]:
     """Returns the problems of `manifest`, each with the tensor's name; at most 21 lines.
 
-    A manifest that is discarded only has to be receivable.
+    If the tensors are to be discarded, they only have to be receivable, and the model does not matter.
     """
     problems = _wire_problems(manifest)
     if not problems and not manifest.discard:
@@ -50,6 +55,7 @@ def first(problems: list[str]) -> list[str]:
 
 
 def _wire_problems(manifest: Manifest) -> list[str]:
+    """Returns what would make the broadcasts impossible to receive: uneven lists and unknown dtypes."""
     problems = []
     for index, bucket in enumerate(manifest.buckets):
         counts = (len(bucket.names), len(bucket.dtypes), len(bucket.shapes))
@@ -68,6 +74,10 @@ def _wire_problems(manifest: Manifest) -> list[str]:
 
 
 def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
+    """Returns where `manifest` contradicts the model: in names, shapes, dtypes, or by what is missing.
+
+    A tensor may come by its own name or inside a stacked one, but only once.
+    """
     problems = []
     names: set[str] = set()
     sent_as: dict[str, str] = {}  # tensor name, never a stacked one -> the manifest's name that contains it

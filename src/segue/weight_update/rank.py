@@ -33,7 +33,7 @@ class WeightUpdater:
         self._memory = StagingMemory(
             served.memory, served.specs, reserved=served.reserved, headroom=served.headroom
         )
-        if served.device.type == "cuda":
+        if served.device.type == "cuda":  # now, since later it would delay a receive or a commit
             served.submit(partial(warm_up, served.device, served.dtype)).result()
         self._inspector = Inspector(served)
         self._sessions: dict[int, RankSession] = {}
@@ -72,7 +72,7 @@ class WeightUpdater:
             self._sessions[command.session] = session
         if session is not None:
             session.handle(command, others)
-        elif isinstance(command, messages.Discard):
+        elif isinstance(command, messages.Discard):  # of a session that has ended, or was never opened here
             self._replies.send(command.call)
         else:
             self._replies.send(command.call, [f"there is no session {command.session}"])
@@ -89,6 +89,7 @@ class WeightUpdater:
         def wait(fields: Fields) -> list[str]:
             errors = errors_of(partial(self._groups.wait, attempt, command.timeout_s))
             fields["is_new"] = attempt.is_new and not errors
+            # Another join may have replaced a dead group meanwhile.
             fields["dropped"] = [name for name in dropped if self._groups.get(name) is None]
             return errors
 

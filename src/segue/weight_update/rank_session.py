@@ -45,6 +45,9 @@ class RankSession:
 
     Its thread takes piece after piece of work from a queue: the commands of rank 0, and the end of a receive,
     which has threads of its own. So nothing here needs a lock. A commit runs where the steps run.
+
+    The weights come by broadcasts (`Stage`, then `Receive`), from a checkpoint (`Load`) or in a payload
+    (`Take`), and wait in staging memory until `Commit`. Methods return their errors as sentences.
     """
 
     def __init__(
@@ -82,10 +85,10 @@ class RankSession:
             case messages.Commit():
                 self._begin_commit(command.call)
             case messages.Discard():
-                self._cancelled.set()
+                self._cancelled.set()  # now: the thread may be busy with an earlier command
                 self._freed.clear()
                 self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
-            case _:
+            case _:  # an `AddCommand`
                 freed = [each._freed for each in others if not each._freed.is_set()]
                 add = partial(self._add, command, freed)
                 self._work.put(partial(self._replies.answer, command.call, add))
@@ -97,6 +100,7 @@ class RankSession:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
+        """The thread: does one queued piece of work after another until the session has ended."""
         if self._served.device.type == "cuda":
             torch.cuda.set_device(self._served.device)
         while not self.has_ended:
@@ -105,15 +109,20 @@ class RankSession:
     # --- weights are announced, or brought by a checkpoint or a payload ---
 
     def _add(self, command: AddCommand, freed: Sequence[threading.Event], fields: Fields) -> list[str]:
+        """Do an `AddCommand`: stage a manifest, or take in the tensors of a checkpoint or a payload.
+
+        Sets the figures of the staging memory in `fields`. A manifest that is only to be discarded is
+        accepted after errors too, since its receive is what keeps the trainer from hanging.
+        """
         late = self._wait_freed(freed)
         drops = isinstance(command, messages.Stage) and command.manifest.discard
-        if self._cancelled.is_set():
+        if self._cancelled.is_set():  # while it waited
             return ["the session was discarded"]
         if late or (self._errors and not drops):
             return late or self._errors
         if self._zero_copy is not None:
             return ["the session has tensors that were not copied, and accepts no more: commit it first"]
-        self._changes = None
+        self._changes = None  # prepared again once the new tensors are here
         if isinstance(command, messages.Stage):
             errors = self._stage(command.manifest)
         else:
@@ -137,13 +146,18 @@ class RankSession:
         return []
 
     def _stage(self, manifest: Manifest) -> list[str]:
+        """Check a manifest, and allocate memory for its tensors and for its two receive buffers.
+
+        The receive buffers themselves are allocated by the `Receiver`; here it is only checked that there is
+        room for them. If memory cannot be allocated, the session can only be discarded.
+        """
         group = self._group(manifest)
         if problems := check(manifest, self._served.weight_map):
             return problems
         self._sink = None  # it may be of a `Stage` that another rank refused
         if not manifest.discard:
             self._errors = ["memory could not be allocated for all weights of the session: discard it"]
-            receive_buffer = 2 * receive_buffer_size(plan(manifest, None, group.device))
+            receive_buffer = 2 * receive_buffer_size(plan(manifest, sink=None, device=group.device))
             if manifest.flattened:
                 receive_buffer = group.receive_buffer_cost(receive_buffer)
             self._sink = Incoming(self._staged, manifest, group.device, receive_buffer=receive_buffer)
@@ -152,6 +166,11 @@ class RankSession:
         return []
 
     def _group(self, manifest: Manifest) -> JoinedGroup:
+        """Returns the living group over which the manifest's tensors come.
+
+        Raises:
+            WeightSyncError: the group was not joined, or is dead.
+        """
         group, name = self._groups.get(manifest.group_name), manifest.group_name
         if group is None:
             raise WeightSyncError(f"There is no group {name!r}: join it first (init_weights_update_group).")
@@ -160,6 +179,12 @@ class RankSession:
         return group
 
     def _bring(self, command: messages.Load | messages.Take) -> list[str]:
+        """Take in the tensors of a checkpoint or a payload; returns the problems of their values.
+
+        A payload's tensors are copied to staging memory if the client may change them after the reply, if
+        they join other staged tensors, or if they lie on another device. Otherwise they stay where they are
+        until the commit copies them straight to the served weights.
+        """
         served = self._served
         if isinstance(command, messages.Load):
             errors = from_checkpoint.load(self._staged, command, self._cancelled.is_set)
@@ -192,6 +217,7 @@ class RankSession:
             self._replies.send(command.call, errors)
 
     def _start_receiver(self, command: messages.Receive) -> None:
+        """Start the threads that receive; from then on the callbacks below report what they do."""
         manifest, self._manifest = self._manifest, None
         if self._cancelled.is_set():
             raise WeightSyncError("the session was discarded")
@@ -210,6 +236,7 @@ class RankSession:
         )
 
     def _on_ready(self, errors: Sequence[str] = ()) -> None:
+        """Reply to the `Receive`, unless that was done; `errors`: why the receive has ended instead."""
         call, self._unanswered = self._unanswered, None
         if call is not None:
             self._replies.send(call, errors)
@@ -219,16 +246,19 @@ class RankSession:
         self._replies.report(self._number, self._progress)
 
     def _on_done(self, error: str | None) -> None:
+        """Take the end of a receive, in the receiver's thread; the long checks go to the session's thread."""
         if error is None:
             self._work.put(self._check_received)
         else:
             self._end_receive([error])
 
     def _check_received(self) -> None:
+        """Check the received values (without a sink there are none), prepare the commit, report the end."""
         errors = [] if self._sink is None else errors_of(self._sink.finish)
         self._end_receive(errors or errors_of(self._prepare))
 
     def _end_receive(self, errors: list[str]) -> None:
+        """Report the end of a receive; with errors the session can only be discarded."""
         self._errors, self._is_receiving = self._errors or errors, False
         self._on_ready(errors)
         self._replies.report(self._number, self._progress, done=True, error="; ".join(errors) or None)
@@ -236,7 +266,7 @@ class RankSession:
     # --- the commit ---
 
     def _prepare(self) -> None:
-        """Prepare the commit's copies, so that the commit itself is short."""
+        """Prepare the copies from staged to served memory, so that generation pauses only for the copies."""
         pairs, parameters = self._staged.pairs(), set(self._staged.parameters)
         if self._zero_copy is not None:
             pairs += self._zero_copy.pairs()
@@ -255,11 +285,14 @@ class RankSession:
         if errors:
             self._replies.send(call, errors, {"touched": False})
             return
-        self._freed.clear()
+        self._freed.clear()  # the next session waits for the memory that this one is about to give back
         self._work.put(partial(self._finish_commit, call, self._served.submit(self._write)))
 
     def _write(self) -> Written:
-        """Write the served weights between two steps; raises nothing, since later steps would fail too."""
+        """Write the served weights between two steps; raises nothing, since later steps would fail too.
+
+        On CUDA the copies are only launched here: the event of the result marks their end.
+        """
         assert self._changes is not None
         copies, parameters = self._changes
 
@@ -299,11 +332,14 @@ class RankSession:
     # --- the end ---
 
     def _end(self) -> None:
-        """Stop receiving, give the memory back, and end the thread."""
+        """Stop receiving, give the memory back, and end the thread.
+
+        Memory that a stuck receive may still write to is never used again.
+        """
         try:
             idle = True
             if self._receiver is not None:
-                self._receiver.end("discarded")
+                self._receiver.end(error="discarded")
                 idle = self._receiver.idle.wait(_IDLE_S)
             self._receiver = self._sink = self._zero_copy = self._changes = None
             self._staged.release(in_use=not idle)

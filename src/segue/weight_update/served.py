@@ -50,7 +50,10 @@ class ServedWeights:
 
     @cached_property
     def writers(self) -> Mapping[str, frozenset[str]]:
-        """Parameter -> the checkpoint names, none of them stacked, that together write all of it."""
+        """Parameter -> the checkpoint names that together write all of it.
+
+        For experts these are the names of each one's matrices, not those of stacked tensors.
+        """
         found: dict[str, set[str]] = {parameter: set() for parameter in self.weight_map.parameters}
         for name in self.weight_map.names:
             for part in self.weight_map.slices[name]:

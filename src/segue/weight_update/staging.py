@@ -1,4 +1,10 @@
-"""New weights beside the served ones: staged as they come in, checked, and not yet committed."""
+"""New weights beside the served ones: staged as they come in, checked, and not yet committed.
+
+Tensors come under their checkpoint names, and are staged as the parameters of this rank's model, which fuse
+several tensors: a part (`Slice`) is a box of a tensor (`source`) and the box of a parameter that it fills
+(`destination`). A tied tensor (a head that has to equal the embedding) has an alias as its name, and a
+stacked name stands for one tensor of all experts.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +55,9 @@ class StagedWeights:
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
 
-        The parts of a parameter that they do not write are copied from the served weights. A tied tensor (a
-        head that has to equal the embedding) gets memory of its own, in which it is compared with the other.
-        A stacked name (one tensor of all experts) counts as the names of the experts' tensors.
+        The parts of a parameter that they do not write are copied from the served weights. A tied tensor gets
+        memory of its own, in which it is compared with the embedding. A stacked name counts as the names of
+        the experts' tensors.
         `receive_buffer`: see `StagingMemory.take`.
 
         Raises:
@@ -67,10 +73,10 @@ class StagedWeights:
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         if new:
             arena = self._take(new, place, receive_buffer)
-            if len(new) == len(table.parameters):
+            if len(new) == len(table.parameters):  # the arena then has the layout of the served one
                 self.whole = arena
         if aliases:
-            self._take([self._tied_spec(name) for name in aliases], place, 0)
+            self._take([self._tied_spec(name) for name in aliases], place, receive_buffer=0)
         self.names |= written
         with self.memory.on_stream():
             for spec in new:
@@ -78,7 +84,7 @@ class StagedWeights:
         self.memory.synchronize()
 
     def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
-        """Yields staging memory and source slice of each part that this rank keeps of tensor `name`."""
+        """Yields the parts of tensor `name` that this rank keeps: staging memory, and the tensor's box."""
         meaning = self.served.weight_map.aliases.get(name)
         for part in self.served.weight_map.slices[meaning or name]:
             if meaning is None:
@@ -110,6 +116,7 @@ class StagedWeights:
         self.num_bytes = 0
 
     def _take(self, specs: list[TensorSpec], place: StagingPlace, receive_buffer: int) -> Arena:
+        """Allocate one arena for parameters or tied tensors, and keep their views by name."""
         staging = self.memory.take(specs, place, receive_buffer)
         self._stagings.append(staging)
         with self.memory.on_stream():
@@ -121,12 +128,14 @@ class StagedWeights:
         return staging.arena
 
     def _tied_spec(self, name: str) -> TensorSpec:
+        """Returns the spec of this rank's rows of a tied tensor, shaped `[rows, hidden_size]`."""
         table = self.served.weight_map
         rows = [part.source[0] for part in table.slices[table.aliases[name]]]
         shape = (sum(box.stop - box.start for box in rows), self.served.config.hidden_size)
         return TensorSpec(name=name, shape=shape, dtype=self.served.dtype)
 
     def _prepare(self, parameter: str) -> None:
+        """Fill what the new tensors will not write: by the served values, or by zeros in padding rows."""
         view = self._views[parameter]
         if not self.served.writers[parameter] <= self.names:
             copy_into(view, self.served.arena.view(parameter))
@@ -134,6 +143,10 @@ class StagedWeights:
             view[self.served.weight_map.padding[parameter]].zero_()
 
     def _not_finite(self, names: Collection[str]) -> list[str]:
+        """Returns the messages for tensors with infinities or NaN on this rank.
+
+        Whole parameters are checked first, in few launches; only those of a bad parameter tensor by tensor.
+        """
         table = self.served.weight_map
         parameters = list({part.parameter for name in names for part in table.slices.get(name, ())})
         found = are_finite([self._views[name] for name in parameters], self.served.dtype)
@@ -146,6 +159,7 @@ class StagedWeights:
         ]
 
     def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        """Returns the staged part of a tied tensor, and the embedding's: staged, or else the served one."""
         held = self._views.get(part.parameter, self.served.arena.view(part.parameter))
         return self._views[name], held[part.destination]
 
@@ -162,7 +176,8 @@ class Incoming:
             staged: the session's weights.
             manifest: of the tensors.
             device: where tensors are received: the host with gloo.
-            receive_buffer: bytes of the receiver's buffers there; fewer are needed if tensors are `direct`.
+            receive_buffer: bytes of the receiver's buffers there, if no tensor were received directly into
+                staging memory; which ones are (`direct`) is known only once that is allocated.
 
         Raises:
             OutOfMemoryError: there is too little memory; the message says how many bytes are missing.
@@ -176,13 +191,13 @@ class Incoming:
             staged.add(self._sent, manifest.staging, receive_buffer)
             exact = 2 * receive_buffer_size(plan(manifest, self, device))
             staged.memory.check_receive_buffers(min(receive_buffer, exact))
-        else:
+        else:  # received on the host, staged on the device: two memories
             check_host(receive_buffer)
             staged.add(self._sent, manifest.staging)
         self._warm_up()
 
     def direct(self, name: str) -> Tensor | None:
-        """Returns the staging memory of the whole tensor `name`; None if it is kept in part, or cast."""
+        """Returns the staging memory to receive `name` into; None if it is split, kept in part, or cast."""
         dtype, shape = self._sent[name]
         parts = list(self._staged.parts(name))
         if len(parts) != 1:
@@ -238,7 +253,7 @@ class Incoming:
         problems = []
         with self._staged.memory.on_stream():
             for name, expected in self._checksums.items():
-                if name not in self._digests:
+                if name not in self._digests:  # received directly: `store` had nothing to copy
                     target = self.direct(name)
                     assert target is not None
                     self._digests[name] = digest(target)
@@ -257,7 +272,7 @@ class Incoming:
             for dtype in {dtype for dtype, _ in self._sent.values()}:
                 sent = torch.zeros(4, _WARM, dtype=dtype, device=memory.device)
                 kept = torch.empty(4, _WARM, dtype=served.dtype, device=memory.device)
-                half = _WARM // 2
+                half = _WARM // 2  # contiguous copies and copies of slices have kernels of their own
                 for to, source in ((kept, sent), (kept[:, :half], sent[:, half:])):
                     copy_into(to, source)
                     as_sent(source, served.dtype)
@@ -303,11 +318,13 @@ class ZeroCopyTensors:
             return first(found + _untied(self.served, self.tensors, self._tied))
 
     def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
+        """Returns a part of a tied tensor, and the embedding's: of these tensors, or else the served one."""
         held = self.tensors.get(self.served.weight_map.aliases[name])
         values = self._served_values(part) if held is None else held[part.source]
         return self.tensors[name][part.source], values
 
     def _served_values(self, part: Slice) -> Tensor:
+        """Returns the served memory that a part fills, in the shape of the tensor's box."""
         return box_of(self.served.arena.view(part.parameter), part)
 
 

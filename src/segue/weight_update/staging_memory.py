@@ -51,7 +51,7 @@ class StagingMemory:
         self._headroom = headroom
         # A stream of its own: no other stream uses the memory that is allocated on it.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._kept: dict[str, Arena] = {}  # arenas of all weights, by place
+        self._kept: dict[str, Arena] = {}  # by place: the arenas of all weights that are never given back
         self._lost: list[Arena] = []  # still in use when they were given back: never unmapped or reused
         needed = self._layout.num_bytes
         if device.type == "cuda" and reserved >= needed:
@@ -79,6 +79,7 @@ class StagingMemory:
     def take(self, specs: Sequence[TensorSpec], place: StagingPlace, receive_buffer: int) -> StagingArena:
         """Returns an arena for `specs`; if these are all weights, it has their order.
 
+        A kept arena is used again if it has all of them. `place` "auto": the device, or else the host.
         `receive_buffer`: bytes that receive buffers will take besides.
 
         Raises:
@@ -144,10 +145,12 @@ class StagingMemory:
         self._kept.clear()
 
     def _find(self, place: str, wanted: Layout) -> Arena | None:
+        """Returns the kept arena of `place` if it has all tensors of `wanted`; else None."""
         kept = self._kept.get(place)
         return kept if kept is not None and wanted.table.keys() <= kept.layout.table.keys() else None
 
     def _on_device(self, layout: Layout) -> Arena:
+        """Allocates an arena on `stream`, whose memory no other stream uses."""
         with self.on_stream():
             arena = self._memory.stage(layout, "device")
         self.synchronize()

@@ -23,7 +23,12 @@ _MASK = (1 << 64) - 1
 
 
 class WeightControl:
-    """One engine's weight updates: handles the frontend's calls, each of which is answered once."""
+    """One engine's weight updates: handles the frontend's calls, each of which is answered once.
+
+    There is one handler per kind of operation. It gets the call (``asked``, whose number the answer carries),
+    its operation (``request``) and the time, and either answers through the outbox, at once or after the
+    ranks' replies, or raises `Refusal`. `session.Kind` explains the three kinds of sessions.
+    """
 
     def __init__(self, port: Port, num_ranks: int) -> None:
         self._port = port
@@ -96,14 +101,19 @@ class WeightControl:
     # --- a session in two phases ---
 
     def _prepare(self, asked: WeightCall, request: operations.Prepare, now: float) -> None:
+        """Open a session and have the ranks receive its broadcasts; the answer comes once all of them do.
+
+        A client that repeats the call, because the answer was lost, gets the answer for the same session.
+        """
         manifest, session = request.manifest, self.machine.session
         if session is not None and session.kind == "session" and session.manifest == manifest:
+            # A repeated call without an id is taken for this session's only while nothing was received.
             nothing_came = session.phase in (*BEFORE_PREPARED, UpdatePhase.PREPARED)
             if request.session_id == session.id or (request.session_id is None and nothing_came):
                 session.preparing.append(asked.call)
                 self.machine.answer_prepared(session)
                 return
-        self.machine.last_ended = None
+        self.machine.last_ended = None  # its answer is not for the calls of a new session
         if refusal := self._refusal(manifest, is_partial=manifest.partial):
             raise Refusal(refusal)
         if request.num_buckets not in (None, len(manifest.buckets)):
@@ -116,6 +126,10 @@ class WeightControl:
         self.machine.stage(session, manifest, now)
 
     def _complete(self, asked: WeightCall, request: operations.Complete, now: float) -> None:
+        """Note that the client waits for the end of the receive, and whether a commit is to follow.
+
+        The answer comes after the commit, or with ``commit`` false once everything was received.
+        """
         session = self._find(asked.call, request.session_id, request.group_name)
         if session is None:
             return
@@ -131,6 +145,7 @@ class WeightControl:
             session.answer_by = now + session.timeout_s
 
     def _commit_session(self, asked: WeightCall, request: operations.CommitSession, now: float) -> None:
+        """Commit a session that was completed with ``commit`` false: as a complete request that commits."""
         session = self._find(asked.call, request.session_id, None)
         if session is None:
             return
@@ -140,6 +155,7 @@ class WeightControl:
         self._complete(asked, completed, now)
 
     def _abort_session(self, asked: WeightCall, request: operations.AbortSession, now: float) -> None:
+        """Abort the open session, or forget a group of calls that has failed, so that another may begin."""
         session, text = self.machine.session, "The update was ended; the weights are as they were."
         if session is not None and request.session_id in (None, session.id):
             if session.phase is UpdatePhase.COMMITTING:
@@ -177,6 +193,11 @@ class WeightControl:
     # --- single calls ---
 
     def _single(self, asked: WeightCall, request: operations.SingleUpdate, now: float) -> None:
+        """Begin an update that is received or read and then committed in one call.
+
+        Within a group of calls its tensors join those of the open session, and the commit waits for the end
+        of the group. The broadcasts of a refused call are received and dropped, where that is possible.
+        """
         manifest = request.manifest if isinstance(request, operations.UpdateFromDistributed) else None
         session = self.machine.session
         if session is not None and session.kind == "group of calls" and session.phase is UpdatePhase.RECEIVED:
@@ -185,6 +206,8 @@ class WeightControl:
             session.then = "answer"
         else:
             refusal = self._refusal(manifest, is_partial=not isinstance(request, operations.UpdateFromDisk))
+            # Only a call that broadcasts, over a joined group and with no session open, can be received and
+            # dropped; any other is refused at once.
             if refusal and (manifest is None or session is not None or self._receive_refusal(manifest)):
                 raise Refusal(refusal)
             session = self.machine.open("call", now)
@@ -204,6 +227,7 @@ class WeightControl:
             self.machine.load(session, asked, now)
 
     def _begin(self, asked: WeightCall, request: operations.BeginUpdate, now: float) -> None:
+        """Open a group of calls: the single calls that follow are committed together, by `_end_group`."""
         if refusal := self._refusal(None, is_partial=True):
             raise Refusal(refusal)
         session = self.machine.open("group of calls", now)
@@ -212,6 +236,7 @@ class WeightControl:
         self._outbox.answer([asked.call], True, text)
 
     def _end_group(self, asked: WeightCall, request: operations.EndUpdate, now: float) -> None:
+        """Commit the open group of calls; one to which nothing was sent is only closed."""
         session, error = self.machine.session, self.machine.group_error
         if session is None and error is not None:
             self.machine.group_error = None
@@ -245,6 +270,7 @@ class WeightControl:
         return None
 
     def _receive_refusal(self, manifest: operations.Manifest) -> str | None:
+        """Why the broadcasts of ``manifest`` cannot be received now; None: they can."""
         if manifest.group_name not in self.groups.joined:
             return self.groups.unknown(manifest.group_name)
         if self._port.receive_requires_pause and not self._port.stands_still:
@@ -254,6 +280,7 @@ class WeightControl:
     # --- versions and inspection ---
 
     def _set_version(self, asked: WeightCall, request: operations.SetVersion, now: float) -> None:
+        """Rename the served weights; with ``abort_all_requests`` the running requests end first."""
         version = request.new_version
         if request.abort_all_requests:
             self._outbox.send(self._port.output(finished=self._port.abort_all()))
@@ -262,7 +289,13 @@ class WeightControl:
         self._outbox.answer([asked.call], True, f"Weight version is {version!r}.", new_version=version)
 
     def _inspect(self, asked: WeightCall, request: operations.Inspection, now: float) -> None:
+        """Have every rank read its weights, and answer with what they found together.
+
+        A comparison that finds a difference is answered as a failure.
+        """
+
         def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
+            """Answer the call once every rank has replied; ``wrong``: what went wrong, or ""."""
             if wrong:
                 self._outbox.answer([asked.call], False, wrong)
                 return
@@ -275,6 +308,7 @@ class WeightControl:
 
 
 def _not_open(session_id: str | None) -> str:
+    """Returns the refusal of a call for a session (None: for any) that is not open."""
     named = "no session" if session_id is None else f"no session {session_id!r}"
     return f"{named} is open; /prepare_weights_update opens one"
 
@@ -293,7 +327,7 @@ def merge(request: operations.Inspection, replies: Sequence[RankReply]) -> dict[
             box = tuple(slice(*bounds) for bounds in part["place"])
             values[box] = np.frombuffer(part["float32"], np.float32).reshape(values[box].shape)
         return {"values": values.tolist()}
-    if request.action == "checksum":
+    if request.action == "checksum":  # the ranks hold different parts of a tensor, so its sums are added
         sums: dict[str, int] = {}
         for fields in ranks:
             for name, value in fields["checksums"].items():

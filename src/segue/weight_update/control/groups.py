@@ -61,6 +61,12 @@ class TrainerGroups:
         joining.waiting[asked.call] = now + request.timeout_s + _GRACE_S, request.timeout_s
 
     def _on_joined(self, joining: Joining, replies: list[RankReply], wrong: str, now: float) -> None:
+        """Take the replies to a `Join`, and answer the calls that wait for it.
+
+        A rank finds groups that have lost their trainer when it joins one: their session is aborted if it
+        still receives. A session of a group that was joined anew is aborted too, since its connections are
+        gone. If only some ranks have joined, they leave.
+        """
         self._joins.remove(joining)
         name = joining.group.name
         for lost in {lost for reply in replies for lost in reply.fields.get("dropped", ())} - {name}:
@@ -86,7 +92,7 @@ class TrainerGroups:
         if name not in self.joined:
             raise Refusal(self.unknown(name))
         self._machine.abort_session_of(name, "was destroyed", now)
-        self._machine.last_ended = None
+        self._machine.last_ended = None  # no later call gets the answer of a session before this call
         del self.joined[name]
 
         def left(replies: list[RankReply], wrong: str, now: float) -> None:

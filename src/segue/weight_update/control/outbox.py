@@ -42,7 +42,10 @@ class Outbox:
         self._messages += [WeightAnswer(call, success, message, fields) for call in calls]
 
     def command(self, *commands: WeightCommand, then: Then = lambda *_: None) -> None:
-        """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply."""
+        """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply.
+
+        All copies get the same number, by which the ranks' replies are matched to them.
+        """
         self._num_commands += 1
         numbered = [structs.replace(each, call=self._num_commands) for each in commands]
         self._commands.append(numbered if len(numbered) > 1 else numbered * self.num_ranks)

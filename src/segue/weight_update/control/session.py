@@ -36,6 +36,8 @@ TRANSITIONS: dict[UpdatePhase, tuple[UpdatePhase, ...]] = {
 BEFORE_PREPARED = (UpdatePhase.STAGING, UpdatePhase.POSTING)
 
 
+# How a client asks for the update. "session": it prepares and completes in two calls. "call": one call
+# receives or reads, and commits. "group of calls": such calls between a begin and an end, and one commit.
 Kind = Literal["session", "call", "group of calls"]
 Then = Literal["wait", "answer", "commit"]  # what follows RECEIVED
 
@@ -85,7 +87,10 @@ class UpdateSession:
         return is_new
 
     def begin_call(self, manifest: Manifest | None = None) -> None:
-        """Note that one more call brings tensors, by broadcasts if it has a manifest."""
+        """Note that one more call brings tensors, by broadcasts if it has a manifest.
+
+        What was received for earlier calls of a group is added to `bytes_before` and `buckets_before`.
+        """
         self.is_empty = self.is_empty and manifest is not None and not manifest.buckets
         if manifest is not None:
             self.manifest, self.is_partial = manifest, self.is_partial and manifest.partial
@@ -108,6 +113,7 @@ class UpdateSession:
         """When the session is given up if nothing happens before; None while it is committed."""
         if self.phase is UpdatePhase.COMMITTING:
             return None
+        # `timeout_s` limits the silence in RECEIVING, `arm_timeout_s` that before it and after it.
         silence = self.progress_at + (
             self.timeout_s if self.phase is UpdatePhase.RECEIVING else self.arm_timeout_s
         )
@@ -152,4 +158,5 @@ class UpdateSession:
         }
 
     def _seconds(self, start: str, end: str) -> float:
+        """Returns the seconds from the beginning of one entry of `times` to another; 0 if one is missing."""
         return self.times[end] - self.times[start] if start in self.times and end in self.times else 0.0

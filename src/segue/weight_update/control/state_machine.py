@@ -56,14 +56,18 @@ class Port(Protocol):
 
 
 class WeightMachine:
-    """Leads the open session through its phases; its methods stand in the order of a session's life."""
+    """Leads the open session through its phases; its methods stand in the order of a session's life.
+
+    A method sends a command to all ranks and names the method that goes on once every rank has replied
+    (`_on_…`). `session.Kind` explains the three kinds of sessions.
+    """
 
     def __init__(self, port: Port, outbox: Outbox) -> None:
         self._port = port
         self._outbox = outbox
         self.session: UpdateSession | None = None
         self.num_sessions = 0
-        self._shown = WeightNotice(version=port.weight_version)
+        self._shown = WeightNotice(version=port.weight_version)  # `notice` brings it up to date
         self.group_error: str | None = None  # why a group of calls failed that its client has not ended yet
         # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
         self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
@@ -123,6 +127,7 @@ class WeightMachine:
         self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
 
     def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
+        """Every rank has accepted the manifest: have them post their receives."""
         session.staging = _staging(replies)
         self.enter(session, UpdatePhase.POSTING, now)
         command = messages.Receive(session=session.number, gloo_timeout_s=session.gloo_timeout_s)
@@ -142,12 +147,13 @@ class WeightMachine:
             self.stage(session, structs.replace(manifest, discard=True), now)
 
     def _on_posted(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
+        """Every rank waits for the first byte: tell the client that it may broadcast."""
         self.enter(session, UpdatePhase.PREPARED, now)
         self.answer_prepared(session)
         self._update_receiving(session, now)
 
     def answer_prepared(self, session: UpdateSession) -> None:
-        """Answer the calls to prepare, if every rank receives."""
+        """Answer the calls to prepare, if every rank receives; else `_on_posted` does so later."""
         if session.phase not in BEFORE_PREPARED:
             text = f"Every rank receives {session.num_buckets} buckets."
             fields = {"staging": session.staging, "generating": self._port.has_work}
@@ -192,7 +198,7 @@ class WeightMachine:
         """Take a rank's progress report."""
         session = self.session
         if session is None or event.session != session.number or session.phase is UpdatePhase.COMMITTING:
-            return
+            return  # the report is late: its session has ended, or everything was received before
         if event.error is not None:
             self.abort(session, f"rank {event.rank}: {event.error}", now)
             return
@@ -216,6 +222,7 @@ class WeightMachine:
             self._receive_ended(session, now)
 
     def _receive_ended(self, session: UpdateSession, now: float) -> None:
+        """Every rank has the tensors, by broadcast or from a file or payload, and has checked them."""
         self.enter(session, UpdatePhase.RECEIVED, now)
         self.go_on(session, now)
 
@@ -233,7 +240,11 @@ class WeightMachine:
     # --- the commit ---
 
     def commit(self, session: UpdateSession, now: float) -> None:
-        """Hold generation; the commit goes on in :meth:`advance` when the hold has taken effect."""
+        """Hold generation; the commit goes on in :meth:`advance` when the hold has taken effect.
+
+        Running requests keep their KV pages, unless the cache is to be flushed (``retract``: they give the
+        pages back and compute them anew) or the client wants the requests to end (``abort``).
+        """
         self.enter(session, UpdatePhase.COMMITTING, now)
         session.answer_by = None
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
@@ -250,11 +261,17 @@ class WeightMachine:
             self._write(session, now)
 
     def _write(self, session: UpdateSession, now: float) -> None:
+        """Send the commit to the ranks, once, as soon as no step is in flight."""
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
             self._outbox.command(messages.Commit(session=session.number), then=self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], wrong: str, now: float) -> None:
+        """Every rank has replied to the commit: serve the new weights, or end the session with an error.
+
+        A rank without errors, or with ``touched``, has written. If any has and any has failed, old and new
+        weights may be mixed: they are poisoned.
+        """
         session = self.session
         assert session is not None and session.phase is UpdatePhase.COMMITTING
         if wrong:
@@ -275,6 +292,7 @@ class WeightMachine:
         self._finish(session, True, "The new weights are served.")
 
     def _poison(self, why: str) -> None:
+        """Stop serving: end every request, and refuse new ones until a full update replaces all weights."""
         self._port.poisoned = why
         finished = self._port.abort_all("the weights are poisoned")
         self._outbox.send(self._port.output(finished=finished))
@@ -282,7 +300,7 @@ class WeightMachine:
     # --- the end ---
 
     def abort(self, session: UpdateSession, why: str, now: float) -> None:
-        """End a session without a commit; every failed session ends here."""
+        """End a session without a commit, and answer all calls that wait for it; every failure ends here."""
         self._shown.num_failed += 1
         if session.kind == "group of calls":
             self.group_error = why
@@ -292,19 +310,23 @@ class WeightMachine:
         self._finish(session, False, why)
 
     def abort_session_of(self, name: str, why: str, now: float, *, if_received: bool = True) -> None:
-        """Abort the open session if it is of group ``name``; one that is being committed goes on."""
+        """Abort the open session if it is of group ``name``; one that is being committed goes on.
+
+        ``if_received``: abort also a session that has received everything, and so needs the group no more.
+        """
         spared = [UpdatePhase.COMMITTING] if if_received else [UpdatePhase.COMMITTING, UpdatePhase.RECEIVED]
         session = self.session
         if session is not None and session.group_name == name and session.phase not in spared:
             self.abort(session, f"group {name!r} {why}", now)
 
     def close(self, session: UpdateSession) -> None:
-        """Close the open session."""
+        """Forget the open session, and let the frontend know; its calls are answered elsewhere."""
         assert self.session is session
         self.session = None
         self._outbox.send(self.notice())
 
     def _finish(self, session: UpdateSession, success: bool, message: str) -> None:
+        """Answer the calls that wait for the end, and keep the answer for a call that is repeated."""
         figures = self._figures(session)
         self._outbox.answer(session.ending, success, message, **figures)
         if session.kind == "session":

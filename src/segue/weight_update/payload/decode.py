@@ -43,7 +43,7 @@ _EVENT_HANDLE = 64
 _NUM_COUNTERS = 10_000
 _MAX_NAME = 1024  # characters of a tensor's name
 _BYTES_PER_TENSOR = 8  # an honest pickle has more bytes per tensor, even for tensors that share memory
-_FREE_TENSORS = 64
+_FREE_TENSORS = 64  # allowed in addition
 _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_]{1,64}")
 
 
@@ -124,10 +124,11 @@ class _InGpuMemory:
 
         _, arguments = reduce_tensor(self.tensor)  # type: ignore[no-untyped-call]
         uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
-        return rebuild_cuda_tensor, (*arguments[:6], uuid, *arguments[7:])
+        return rebuild_cuda_tensor, (*arguments[:6], uuid, *arguments[7:])  # argument 6 is the device's index
 
 
 def _bucket(tensors: NamedTensors) -> dict[str, Any]:
+    """Returns the content of a pickled flattened bucket: all bytes end to end, and each tensor's range."""
     if not tensors:
         return {"flattened_tensor": None, "metadata": []}
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
@@ -139,6 +140,7 @@ def _bucket(tensors: NamedTensors) -> dict[str, Any]:
 
 
 def _is_safetensors(payload: bytes) -> bool:
+    """Whether a payload begins like a safetensors file: 8 bytes with its length, then a JSON header."""
     return (
         len(payload) > 8
         and payload[8:9] == b"{"
@@ -147,12 +149,14 @@ def _is_safetensors(payload: bytes) -> bool:
 
 
 class _TensorBuilder:
-    """Builds tensors from unpickled descriptions.
+    """Builds tensors from unpickled descriptions, and checks that each lies within its storage.
 
-    A storage of the payload is read and copied once, however often the payload refers to it.
+    A storage of the payload is read and copied once, however often the payload refers to it. The payload is
+    not trusted: every size in it is checked before memory is used accordingly.
     """
 
     def __init__(self, device: torch.device, rank: int, max_tensors: int) -> None:
+        """Build for tensor-parallel rank `rank`; a payload of more than `max_tensors` tensors is refused."""
         self._device, self._rank, self._max_tensors = device, rank, max_tensors
         # The keys are ids of bytes objects (a hash would read all bytes in one call into C); the values keep
         # these alive, so that no id is reused.
@@ -160,6 +164,7 @@ class _TensorBuilder:
         self._loaded: dict[int, tuple[bytes, Any]] = {}  # this rank's pickles
 
     def tensors(self, content: Any) -> NamedTensors:
+        """Returns the named tensors of an unpickled payload, a list of pairs or a flattened bucket."""
         if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
             return self._unflatten(**content)
         if not isinstance(content, list):
@@ -168,6 +173,7 @@ class _TensorBuilder:
         return [self._named(pair) for pair in content]
 
     def _named(self, pair: Any) -> tuple[str, Tensor]:
+        """Returns one name and its tensor; of a tensor that was pickled per rank, this rank's."""
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise refusal("the payload is a list with items that are not (name, tensor)")
         name, what = pair
@@ -180,15 +186,18 @@ class _TensorBuilder:
         return name, self._tensor(name, what)
 
     def _check_number(self, items: list[Any]) -> None:
+        """Refuse more tensors than a payload of this size can honestly have: each costs time and memory."""
         if len(items) > self._max_tensors:
             raise refusal(
                 f"the payload has {len(items)} tensors, but its size allows for {self._max_tensors} at most"
             )
 
     def _tensor(self, name: str, what: Any) -> Tensor:
+        """Builds one tensor from a description of the pickle, in host memory or on its sender's GPU."""
         if isinstance(what, View):
             dtype, raw = self._storage(what.storage.data)
             dtype = what.dtype or dtype
+            # `raw` is uint8: drop the bytes of an incomplete last element before viewing it as `dtype`.
             values = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             _check_view(name, what, values.numel())
             return values.as_strided(what.size, what.stride, what.offset)
@@ -197,6 +206,7 @@ class _TensorBuilder:
         raise refusal(f"the payload has a {type(what).__name__} instead of tensor {name[:80]!r}")
 
     def _storage(self, data: bytes) -> tuple[torch.dtype, Tensor]:
+        """Returns a storage's dtype, and a copy of its bytes as `uint8[n]`; empty `data` has no bytes."""
         if id(data) not in self._storages:
             dtype, content = read_saved(data) if data else (torch.uint8, memoryview(b""))
             raw = torch.empty(len(content), dtype=torch.uint8)
@@ -205,6 +215,7 @@ class _TensorBuilder:
         return self._storages[id(data)][1:]
 
     def _unflatten(self, flattened_tensor: Any, metadata: Any) -> NamedTensors:
+        """Returns the tensors of a flattened bucket: each record of `metadata` names a range of its bytes."""
         if not isinstance(metadata, list) or not all(
             isinstance(item, Record) and isinstance(item.fields, TensorMetadata) for item in metadata
         ):
@@ -219,7 +230,7 @@ class _TensorBuilder:
         self._check_number(metadata)
         raw, pieces, num_bytes = flat.view(torch.uint8), [], 0
         for item in metadata:
-            name, piece = _piece(raw, item.fields, flat.itemsize)
+            name, piece = _piece(raw, item.fields, unit=flat.itemsize)
             num_bytes += piece.nbytes
             if num_bytes > raw.numel():  # pieces may be copied, so this limits the memory of the copies
                 raise InvalidRequestError(
@@ -230,6 +241,7 @@ class _TensorBuilder:
         return pieces
 
     def _in_gpu_memory(self, name: str, what: CudaView) -> Tensor:
+        """Returns a tensor in the sender's GPU memory, opened by CUDA IPC without a copy."""
         if self._device.type != "cuda":
             raise InvalidRequestError(
                 f"tensor {name[:80]!r} is in GPU memory, but this engine runs on {self._device.type}; send "
@@ -252,6 +264,7 @@ class _TensorBuilder:
 
 
 def _check_name(name: str) -> None:
+    """Refuse a name of more than `_MAX_NAME` characters, which no checkpoint has."""
     if len(name) > _MAX_NAME:
         raise InvalidRequestError(
             f"the payload has a tensor called {name[:80]!r}, {len(name)} characters; use text of at most "
@@ -321,6 +334,7 @@ def _check_handles(name: str, what: CudaView) -> None:
 
 
 def _shared_file_size(handle: bytes) -> int:
+    """Returns the bytes of the shared-memory file with torch's reference counters; 0 if there is none."""
     try:
         return os.stat(b"/dev/shm" + handle).st_size
     except OSError:
@@ -328,6 +342,7 @@ def _shared_file_size(handle: bytes) -> int:
 
 
 def _device_index(device: Any) -> int:
+    """Returns this process's index of the sender's GPU, given as an index or as a UUID."""
     count = torch.cuda.device_count()
     if type(device) is int and 0 <= device < count:
         return device

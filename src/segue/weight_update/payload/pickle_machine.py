@@ -40,10 +40,11 @@ class Function:
     """Stands for a function that a pickle names; the pickle never gets the function itself."""
 
     def __init__(self, name: str, make: Callable[..., Any], *kinds: Any, least: int | None = None) -> None:
-        """Take a call as ``make`` describes it.
+        """Stand for the function ``name``, whose calls ``make`` replaces with a description.
 
         ``kinds``: the types of the arguments; ``least``: the number of required ones, None: all.
         """
+        # A struct with one field per argument, by which msgspec checks the number and types of a call's.
         self.name, self._make = name, make
         fields: list[Any] = [(f"argument{index}", kind) for index, kind in enumerate(kinds[:least])]
         fields += [(f"optional{index}", kind, None) for index, kind in enumerate(kinds[len(fields) :])]
@@ -92,7 +93,11 @@ _CONTAINERS = frozenset([tuple, list, dict])
 
 
 class PickleMachine(_Unpickler):
-    """Reads one pickle of a file; the file's size limits the number of objects that it may make."""
+    """Reads one pickle of a file; the file's size limits the number of objects that it may make.
+
+    Each method ``load_…`` executes one opcode: it takes the operands from ``stack`` and pushes the result.
+    The ones here replace the standard library's, and refuse what no honest payload of tensors contains.
+    """
 
     # Of the base class:
     stack: list[Any]  # the values since the last mark
@@ -143,6 +148,7 @@ class PickleMachine(_Unpickler):
         self.append({})
 
     def load_tuple(self) -> None:
+        """Make a tuple of the values since the last mark; it may be used again, so its size is limited."""
         values = self.pop_mark()
         if len(values) > MAX_ITEMS:
             raise _refusal(f"has a tuple of {len(values)} items; the limit is {MAX_ITEMS}")
@@ -156,6 +162,7 @@ class PickleMachine(_Unpickler):
         self._set_items(self.pop_mark())
 
     def _set_items(self, pairs: list[Any]) -> None:
+        """Set the items of the dict on top of the stack; ``pairs`` has keys and values in turn."""
         target = self.stack[-1]
         if type(target) is not dict:
             raise _refusal("fills something that is no dict")
@@ -167,6 +174,7 @@ class PickleMachine(_Unpickler):
             target[key] = value
 
     def load_reduce(self) -> None:
+        """Replace a function and its arguments by the description that `Function.call` makes."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not Function:
             raise _refusal(f"calls a {type(function).__name__}")
@@ -174,6 +182,7 @@ class PickleMachine(_Unpickler):
         self.append(function.call(arguments))
 
     def load_newobj(self) -> None:
+        """Make an empty `Record` of a data class; `load_build` then sets its fields."""
         arguments, kind = self.stack.pop(), self.stack.pop()
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and arguments == ()):
             raise _refusal("makes an object of something that is no data class, or with arguments")
@@ -181,6 +190,7 @@ class PickleMachine(_Unpickler):
         self.append(Record(kind))
 
     def load_build(self) -> None:
+        """Set the fields of the `Record` on top of the stack."""
         state, record = self.stack.pop(), self.stack[-1]
         if not isinstance(record, Record):
             raise _refusal("sets fields of something that has no fields")
@@ -209,6 +219,7 @@ class _CountedDispatch:
         self._num_left = _MAX_OPCODES
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
+        """Returns the method that executes opcode ``code``; the unpickler asks for each opcode it reads."""
         if code not in _ALLOWED_OPCODES:
             name = next((each.name for each in pickletools.opcodes if each.code == chr(code)), hex(code))
             raise _refusal(f"has opcode {name}, which is not allowed")
@@ -221,7 +232,10 @@ class _CountedDispatch:
 
 
 class _Memo:
-    """Keeps the values that a pickle may use again; lists, dicts and nested tuples only as their places."""
+    """Keeps the values that a pickle may use again, by the number of their entry.
+
+    A list, a dict or a nested tuple only takes up its entry, and is refused when it is used again.
+    """
 
     _UNSHARED = object()
 
@@ -236,7 +250,7 @@ class _Memo:
             raise _refusal(f"skips to memo entry {index}")
         if type(value) in _CONTAINERS and not is_flat(value):
             value = self._UNSHARED
-        self._values[index : index + 1] = [value]
+        self._values[index : index + 1] = [value]  # replaces an entry, or appends one
 
     def __getitem__(self, index: int) -> Any:
         value = self._values[index]
@@ -256,4 +270,5 @@ def refusal(what: str) -> InvalidRequestError:
 
 
 def _refusal(what: str) -> InvalidRequestError:
+    """Returns the error for a payload whose pickle is at fault: `what` continues "the payload's pickle …"."""
     return refusal(f"the payload's pickle {what[: 2 * _MAX_SHOWN]}")

@@ -93,14 +93,17 @@ class PerRank(Struct):
 
 
 def _inline(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
+    """Describes a call of `_rebuild_tensor_v2`, for a tensor whose storage's bytes are in the pickle."""
     return View(storage, None, offset, size, stride)
 
 
 def _first(tensor: Any, *_: Any) -> Any:
+    """Describes a call of `_rebuild_parameter` by the tensor in it."""
     return tensor
 
 
 def _shared(_: Any, storage: Any, metadata: Any) -> View:
+    """Describes a call of `rebuild_tensor`: class, storage (perhaps with a dtype), and the view's shape."""
     offset, size, stride, _ = metadata
     storage, dtype = storage if type(storage) is tuple else (storage, None)
     return View(storage, dtype, offset, size, stride)
@@ -177,7 +180,7 @@ def read_saved(data: bytes) -> tuple[torch.dtype, memoryview]:
     if (magic, protocol) != (0x1950A86A20F9469CFC6C, 1001):
         raise refusal("an inlined storage is not in torch.save's format")
     content = memoryview(data)[file.tell() :]
-    # There is one storage, and its number of elements and then their bytes follow.
+    # There is one storage: its number of elements (8 bytes) and their bytes follow the pickles.
     is_whole = key == listed and int.from_bytes(content[:8], "little") == count
     if not is_whole or len(content) != 8 + count * dtype.itemsize:
         raise refusal(f"an inlined storage of {len(data)} bytes contradicts its own header")
@@ -207,6 +210,7 @@ def _resolve_saved(module: str, name: str) -> Any:
 
 
 def _read(machine: PickleMachine) -> Any:
+    """Returns what `machine` reads; any error of broken bytes becomes an `InvalidRequestError`."""
     try:
         return machine.load()
     except InvalidRequestError:

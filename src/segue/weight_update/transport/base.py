@@ -1,4 +1,12 @@
-"""The parts of a receive that gloo and NCCL share: the plan of the broadcasts and the sink of tensors."""
+"""The parts of a receive that gloo and NCCL share: the plan of the broadcasts and the sink of tensors.
+
+A trainer broadcasts bytes, in an order that the manifest fixes. Each broadcast is received into one of two
+receive buffers in turn, so that one is filled while the other is stored, or over NCCL directly into the
+staging memory of its tensor. A receive is *posted* once gloo or NCCL has been asked for it: from then on it
+may write to the memory at any time, and it cannot be withdrawn. A tensor in a flattened bucket is
+*misaligned* if its offset is no multiple of its item size: torch then cannot view the bytes as its dtype, and
+they are copied to scratch memory first.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +91,8 @@ class ReceiveObserver(Protocol):
 def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[ReceiveSpec]:
     """Returns the broadcasts of a valid manifest: one per bucket if flattened, else one per tensor.
 
-    Empty broadcasts are among them.
+    Empty broadcasts are among them. ``sink`` says which tensors are received directly into their staging
+    memory; None: none is.
     """
     broadcasts = []
     for index, bucket in enumerate(manifest.buckets):
@@ -94,12 +103,13 @@ def plan(manifest: Manifest, sink: Sink | None, device: torch.device) -> list[Re
             continue
         for number, piece in enumerate(pieces, 1):
             direct = sink.direct(piece.name) if sink is not None and device.type == "cuda" else None
-            done = index + (number == len(pieces))
+            done = index + (number == len(pieces))  # its own bucket is complete with the last tensor
             broadcasts.append(ReceiveSpec(piece.num_bytes, [piece], direct, index, done))
     return broadcasts
 
 
 def _pieces(bucket: Bucket, flattened: bool) -> Iterator[Piece]:
+    """Yields the tensors of a bucket; their offsets count from the start of their broadcast."""
     start = 0
     for name, text, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, dtype_name(text) or text)
@@ -120,9 +130,10 @@ def allocate_buffers(
     pinned: bool = False,
     kept: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Allocate two receive buffers for the largest broadcast, and one for the largest misaligned tensor.
+    """Returns two receive buffers for the largest broadcast, and scratch for the largest misaligned tensor.
 
-    ``slack``: bytes beyond the largest broadcast; ``kept``: receive buffers to use instead of new ones.
+    ``slack``: bytes beyond the largest broadcast; ``kept``: receive buffers to use instead of new ones;
+    ``pinned``: whether buffers on the host are pinned, for fast copies to a CUDA device.
     """
 
     def allocate(size: int) -> Tensor:

@@ -54,7 +54,10 @@ class GlooReceive:
         self._is_waiting = False  # in gloo; then the thread checks the session before anything else
 
     def receive(self, session: ReceiveObserver) -> None:
-        """Receive and store all broadcasts; raises the errors of the group and of the sink."""
+        """Receive and store all broadcasts; raises the errors of the group and of the sink.
+
+        Two receives are posted ahead, one per buffer; the oldest one is stored before its buffer is reused.
+        """
         process_group = self._group.process_group
         with self._stream or nullcontext():
             for index, broadcast in enumerate(self._broadcasts):
@@ -62,6 +65,7 @@ class GlooReceive:
                     self._finish_oldest(session)
                 session.check()
                 receive_buffer = self._receive_buffers[index % 2]
+                # Only a leaf may ask for more bytes than are sent: an inner rank would forward them too.
                 target = receive_buffer if self._is_leaf else receive_buffer[: broadcast.num_bytes]
                 _mark(receive_buffer, broadcast.num_bytes)
                 work = process_group.broadcast([target], broadcast_options(self._gloo_timeout))
@@ -91,6 +95,11 @@ class GlooReceive:
         return self._is_waiting
 
     def _finish_oldest(self, session: ReceiveObserver) -> None:
+        """Wait for the oldest posted receive, check its size by the marks, and store its tensors.
+
+        While this thread waits in gloo, another may call `try_release`; so the session is checked before the
+        buffers are touched again.
+        """
         broadcast, receive_buffer, work = self._in_flight[0]
         self._is_waiting = True
         work.wait()
@@ -107,12 +116,18 @@ class GlooReceive:
 
 
 def _mark(receive_buffer: Tensor, num_bytes: int) -> None:
+    """Write marks before and after the end of the expected message; `_check_marks` reads them."""
     receive_buffer[num_bytes : num_bytes + len(_MARK)] = _MARK
     if num_bytes >= len(_MARK):
         receive_buffer[num_bytes - len(_MARK) : num_bytes] = _MARK
 
 
 def _check_marks(receive_buffer: Tensor, broadcast: ReceiveSpec) -> None:
+    """Refuse a message of another size: the mark before its end is to be overwritten, the one after not.
+
+    Raises:
+        WeightSyncError: the trainer sent less or more bytes than its manifest says.
+    """
     end, size = broadcast.num_bytes, len(_MARK)
     less = end >= size and receive_buffer[end - size : end].equal(_MARK)
     if less or not receive_buffer[end : end + size].equal(_MARK):

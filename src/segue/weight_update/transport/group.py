@@ -81,8 +81,8 @@ class JoinedGroup:
         if self._link is None:
             return True
         try:
-            return self._link.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
+            return self._link.recv(1, socket.MSG_PEEK) != b""  # an empty read: the trainer has closed it
+        except BlockingIOError:  # nothing to read, as long as the connection is open
             return True
         except OSError:
             return False
@@ -137,7 +137,7 @@ class JoinedGroup:
         """Returns the bytes that two receive buffers of ``num_bytes`` in all will still take, at most."""
         if self.group.backend != "nccl":
             return num_bytes
-        if any(2 * each.num_bytes >= num_bytes for each in self._registered):
+        if any(2 * each.num_bytes >= num_bytes for each in self._registered):  # kept, and large enough
             return 0
         return round_up(num_bytes, GRANULARITY)
 
@@ -229,6 +229,7 @@ class JoinedGroup:
             thread.join(_STUCK_S)
 
     def _check(self) -> None:
+        """Raise if the group is dead."""
         if self.reason is not None:
             raise WeightSyncError(f"The group {self.group.name!r} is dead: {self.reason}. Join it again.")
 

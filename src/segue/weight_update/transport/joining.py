@@ -175,11 +175,12 @@ class Groups:
         return max(0.0, at + min(_RETRY_S * 2 ** min(count - 1, 16), _MAX_RETRY_S) - now) if count else 0.0
 
     def _record_result(self, group: Group, *, failed: bool) -> None:
+        """Count the failures in a row at a store, for `_retry_delay_s`; a success forgets them."""
         where = group.master_address, group.master_port
         count, _ = self._failures.pop(where, (0, 0.0))
         if failed:
             self._failures[where] = count + 1, time.monotonic()
-            if len(self._failures) > _MAX_FAILED:
+            if len(self._failures) > _MAX_FAILED:  # then forget the oldest one
                 del self._failures[next(iter(self._failures))]
 
     def _give_up(self, attempt: JoinAttempt, error: str) -> None:
@@ -193,7 +194,11 @@ class Groups:
             self._unblocking.start()
 
     def _unblock_given_up(self) -> None:
-        """Shut down the connections on which given-up attempts block, until all their threads have ended."""
+        """Shut down the connections on which given-up attempts block, until all their threads have ended.
+
+        torch's connections are known by their address alone, so those to an address that a living attempt or
+        a joined group uses too are spared.
+        """
         while True:
             time.sleep(_END_S)  # most threads end by themselves
             with self._lock:
@@ -208,6 +213,10 @@ class Groups:
                 rendezvous.shut_down(peer)
 
     def _run(self, attempt: JoinAttempt, rank: int) -> None:
+        """The thread of an attempt: joins the group as `rank`, and keeps it unless the attempt was given up.
+
+        The group that is not kept, this one or an older one of its name, is closed.
+        """
         group = attempt.group
         joined: JoinedGroup | None = None
         error: str | None = None

@@ -54,6 +54,8 @@ class NcclReceive:
         self._registered = group.registered_buffers(receive_buffer_size(broadcasts)) if registered else None
         kept = None if self._registered is None else self._registered.buffers
         receive_buffers, scratch = allocate_buffers(broadcasts, device, kept=kept)
+        # The next three lists have an item per broadcast: the index of its receive buffer (None: it is
+        # received directly), the memory to receive into, and the function that stores it.
         indices = cycle((0, 1))
         self._buffer_indices = [
             None if broadcast.direct is not None else next(indices) for broadcast in broadcasts
@@ -69,6 +71,7 @@ class NcclReceive:
         self._receive_stream, self._copy_stream = group.streams
         self._receive_stream.wait_stream(default)
         self._copy_stream.wait_stream(default)
+        # Broadcast number i uses events i % _AHEAD: no more are in flight, so that the events can be reused.
         self._received_events = [self._receive_stream.record_event() for _ in range(_AHEAD)]
         self._copied_events = [self._copy_stream.record_event() for _ in range(_AHEAD)]
         self._in_flight: deque[tuple[ReceiveSpec, torch.Event]] = deque()
@@ -76,7 +79,11 @@ class NcclReceive:
         self._is_waiting = False
 
     def receive(self, session: ReceiveObserver) -> None:
-        """Receive and store all broadcasts; raises the errors of the group and of the sink."""
+        """Receive and store all broadcasts; raises the errors of the group and of the sink.
+
+        This thread only queues device work. A broadcast waits for the copies out of its buffer before it, and
+        its own copies, on the other stream, wait for the broadcast.
+        """
         process_group = self._group.process_group
         last: list[torch.Event | None] = [None, None]  # end of the last copies out of each receive buffer
         # Reported first: a trainer may build its communicator only with its first broadcast.
@@ -90,7 +97,7 @@ class NcclReceive:
             self._poll_until(session, partial(self._can_queue, broadcast))
             received, copied = self._received_events[index % _AHEAD], self._copied_events[index % _AHEAD]
             buffer = self._buffer_indices[index]
-            if buffer is not None:
+            if buffer is not None:  # do not overwrite the buffer before its last tensors were copied out
                 before, last[buffer] = last[buffer], copied
                 if before is not None:
                     self._receive_stream.wait_event(before)
@@ -126,13 +133,14 @@ class NcclReceive:
         return True
 
     def _can_queue(self, broadcast: ReceiveSpec) -> bool:
+        """Whether the next broadcast may be queued: few enough are in flight, and its bucket is announced."""
         if len(self._in_flight) == _AHEAD:
             return False
         self._is_waiting = True
         return self._group.is_announced(broadcast.bucket)
 
     def _poll_until(self, session: ReceiveObserver, condition: Callable[[], bool]) -> None:
-        """Report the broadcasts that were copied, until ``condition()`` holds."""
+        """Report the broadcasts that were copied, until ``condition()`` holds or the session has ended."""
         pause_s, max_pause_s = _POLL_S
         session.check()
         while not condition():
@@ -150,6 +158,7 @@ class NcclReceive:
 
 
 def _target(broadcast: ReceiveSpec, receive_buffer: Tensor) -> Tensor:
+    """Returns the memory to receive a broadcast into, as `uint8[num_bytes]`."""
     # Broadcasts move bytes whatever the dtype: no backend knows every dtype.
     if broadcast.direct is not None:
         return broadcast.direct.reshape(-1).view(torch.uint8)
@@ -159,7 +168,11 @@ def _target(broadcast: ReceiveSpec, receive_buffer: Tensor) -> Tensor:
 def _prepare_store(
     broadcast: ReceiveSpec, received: Tensor, scratch: Tensor, sink: Sink | None
 ) -> Callable[[], None]:
-    """Returns the function that stores a received broadcast."""
+    """Returns the function that stores a received broadcast, on the current stream.
+
+    The copies of a bucket are prepared here, before it is received. A single tensor, or a bucket with a
+    misaligned one, which must go through ``scratch``, is stored tensor by tensor.
+    """
     if sink is None:
         return lambda: None
     if len(broadcast.pieces) == 1 or any(piece.is_misaligned for piece in broadcast.pieces):

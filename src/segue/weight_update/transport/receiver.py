@@ -46,9 +46,8 @@ class Receiver:
     on_ready: Callable[[], None]  # once the trainer may broadcast
     on_progress: Callable[[int, int], None]  # after the first broadcast and each bucket: buckets and bytes
     on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
-    gloo_timeout_s: float = (
-        FOREVER.total_seconds()
-    )  # after which gloo gives up a receive; later than all deadlines
+    # After this time gloo gives up a receive; it is later than all deadlines.
+    gloo_timeout_s: float = FOREVER.total_seconds()
 
     def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
@@ -112,12 +111,14 @@ class Receiver:
             self._report_progress(broadcast.num_buckets)
 
     def _report_progress(self, num_buckets: int) -> None:
+        """Report progress, unless the session has ended: after `on_done` nothing is reported."""
         with self._changed:
             self._num_buckets = num_buckets
             if not self._has_ended:
                 self.on_progress(num_buckets, self._num_bytes)
 
     def _receive(self) -> None:
+        """The receiving thread: receives all broadcasts, and ends the session, with the error if any."""
         group, manifest = self.group, self.manifest
         sink = None if manifest.discard else self.sink
         try:
@@ -147,7 +148,8 @@ class Receiver:
 
     def _watch(self) -> None:
         """End the session once the trainer is gone. Then free the buffers if the other thread only waits."""
-        # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message.
+        # NCCL does not notice that its peer has gone; nor does gloo in the middle of a message. The session
+        # goes on for `_LINK_GRACE_S` after the loss and after each stored broadcast: more may have arrived.
         lost_at = math.inf  # when the connection to the trainer's store was found closed
         with self._changed:
             while not self._has_ended and time.monotonic() < max(lost_at, self._stored_at) + _LINK_GRACE_S:
@@ -165,6 +167,7 @@ class Receiver:
 
 
 def _explain(error: Exception, group: JoinedGroup) -> str:
+    """Returns an error of torch, NCCL or gloo as a text for the client, with a remedy if one is known."""
     text = str(error).strip()
     if "Duplicate GPU" in text or "ncclInvalidUsage" in text:
         return (

@@ -64,7 +64,7 @@ def connect(addresses: Sequence[Address], stopped: threading.Event) -> socket.so
     # torch would wait for a listener too, but prints a stack trace to standard error at each try.
     while not stopped.is_set():
         for address in addresses:
-            with suppress(OSError):
+            with suppress(OSError):  # nobody listens there yet
                 return _with_keepalive(socket.create_connection(address, timeout=_CONNECT_S))
         stopped.wait(_CONNECT_RETRY_S)
     raise Stopped
@@ -111,6 +111,11 @@ def _duplicate(descriptor: int) -> socket.socket:
 
 
 def _addresses(host: str, port: int) -> list[Address]:
+    """Returns the addresses of a host, each once, in the resolver's order.
+
+    Raises:
+        WeightSyncError: it has none.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -132,12 +137,14 @@ def _networks(entry: str) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Returns an address without its zone, and an IPv4 address that is written as IPv6 as IPv4."""
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
 def _with_keepalive(link: socket.socket) -> socket.socket:
+    """Returns the connection, made non-blocking; the kernel then notices a silent host within 25 s."""
     link.setblocking(False)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # to notice a host that vanishes
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
