@@ -133,17 +133,19 @@ def allocate_buffers(
     """Returns two receive buffers for the largest broadcast, and scratch for the largest misaligned tensor.
 
     ``slack``: bytes beyond the largest broadcast; ``kept``: receive buffers to use instead of new ones;
-    ``pinned``: whether buffers on the host are pinned, for fast copies to a CUDA device.
+    ``pinned``: whether receive buffers on the host are pinned, for fast copies to a CUDA device. Scratch on
+    the host is never pinned: the next tensor overwrites it, and only from pageable memory has a copy to a
+    CUDA device read everything when the call returns.
     """
 
-    def allocate(size: int) -> Tensor:
+    def allocate(size: int, pinned: bool) -> Tensor:
         if device.type == "cuda":
             return backing.on_device(size, device)
         return backing.pinned((size,), torch.uint8, torch.device("cuda" if pinned else "cpu"))
 
     size = receive_buffer_size(broadcasts) + slack
     misaligned = max((p.num_bytes for b in broadcasts for p in b.pieces if p.is_misaligned), default=0)
-    return kept or [allocate(size), allocate(size)], allocate(misaligned)
+    return kept or [allocate(size, pinned), allocate(size, pinned)], allocate(misaligned, False)
 
 
 def views(broadcast: ReceiveSpec, received: Tensor, scratch: Tensor) -> Iterator[tuple[str, Tensor]]:
