@@ -58,7 +58,10 @@ class Context:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether the step may have sequences after the decode rows."""
+        """Whether the step may have sequences after the decode rows.
+
+        A captured step that may have them has `blocks`, though a replay of it may have none.
+        """
         return self.blocks is not None or self.num_decode < len(self.slots)
 
     @classmethod
@@ -75,10 +78,14 @@ class Context:
         backend: AttentionBackend,
         logits_indices: Tensor | None = None,
     ) -> Context:
-        """Make the context of an eager step: computes positions, slot mapping and device tensors."""
+        """Make the context of an eager step: computes positions, slot mapping and device tensors.
+
+        The arguments are the fields of the same names. There has to be at least one sequence.
+        """
         device = kv.data.device
         slots_device = torch.tensor(slots, dtype=torch.int64, device=device)
-        ends = list(accumulate(q_lens))
+        ends = list(accumulate(q_lens))  # the index behind each sequence's last token
+        # This step's tokens are the last q of the kv tokens that a sequence then has.
         positions = torch.cat([torch.arange(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)]).to(
             device
         )
@@ -107,9 +114,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridMetadata:
-    """The fields of a context that are fixed for `bs` sequences of `seq_len` queries each."""
+    """The fields of a context that are fixed for a graph of `bs` prompts of `seq_len` queries each."""
 
-    cu_seqlens_q: Tensor  # int32 [bs + 1]
+    cu_seqlens_q: Tensor  # int32 [bs + 1], the context's `cu_seqlens_q_device`
     blocks: Tensor  # of queries, int32 [*, 2], see `query_blocks`
 
 
@@ -119,6 +126,11 @@ class AttentionBackend(Protocol):
     Masks are bottom-right aligned: of a sequence's `q_len` queries, query `p` attends to key `j` if and only
     if `j <= p + kv_len - q_len`. The output of a query that attends to no key is 0. Pool contents beyond
     `kv_len` and in the scratch page never influence an output, even if they are NaN.
+
+    Four methods, those with `batch_prefill_cuda_graph` in their names, are for the grid of prefill graphs
+    (`model_runner.grid`): each graph is for one size, which is `bs` prompts of `seq_len` queries each.
+    Prompts are padded at the front, so that the bottom-right aligned mask is right for the real queries.
+    Between replays the values of `slots` and `kv_lens` change, their addresses do not.
     """
 
     def prepare(self, ctx: Context) -> None:
@@ -135,35 +147,36 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    # The grid of prefill graphs: `bs` prompts of `seq_len` queries each. Prompts are padded at the front, so
-    # that the bottom-right aligned mask is right for the real queries. Between replays the values of `slots`
-    # and `kv_lens` change, their addresses do not.
-
     def supports_batch_prefill_cuda_graph(self) -> bool:
-        """Whether the backend implements the methods below."""
+        """Whether the backend implements the three methods below, for the grid of prefill graphs."""
         return False
 
     def init_batch_prefill_cuda_graph_state(self, max_bs: int, max_seq_len: int) -> None:
-        """Allocate what all sizes share, for up to `max_bs` sequences of up to `max_seq_len` tokens."""
+        """Allocate what the grid's sizes share: up to `max_bs` prompts of up to `max_seq_len` queries."""
         _unsupported(self)
 
     def init_forward_metadata_capture_batch_prefill_cuda_graph(
         self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
     ) -> GridMetadata:
-        """Returns what a captured size reads in addition to `slots` and `kv_lens` (int32 `[bs]`).
+        """Called before a size of the grid is captured.
 
-        The addresses of all of these tensors have to stay the same.
+        Returns what its graph reads in addition to `slots` and `kv_lens` (int32 `[bs]`). The graph holds the
+        addresses of all of these tensors, so they have to stay the same.
         """
         _unsupported(self)
 
     def init_forward_metadata_replay_batch_prefill_cuda_graph(
         self, bs: int, seq_len: int, slots: Tensor, kv_lens: Tensor
     ) -> None:
-        """Update in place what was derived from `slots` and `kv_lens`, without waiting for the device."""
+        """Called before each replay of a size of the grid, when `slots` and `kv_lens` have new values.
+
+        It updates in place what the backend derived from them, without waiting for the device.
+        """
         _unsupported(self)
 
 
 def _unsupported(backend: AttentionBackend) -> NoReturn:
+    """Reject a call that the runner makes only if `supports_batch_prefill_cuda_graph()`."""
     raise NotImplementedError(f"{type(backend).__name__} has no grid of prefill graphs")
 
 
@@ -180,20 +193,23 @@ class PagedBackend(AttentionBackend):
 
     @abstractmethod
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """Attend for the decode rows: the first `ctx.num_decode_device` or `ctx.num_decode` sequences."""
+        """Attend for the decode rows, the leading sequences of one query each, as `forward` does for all.
+
+        Their number is in `ctx.num_decode_device`, or is `ctx.num_decode` if there is no such tensor.
+        """
 
     @abstractmethod
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """Attend for the sequences after the decode rows."""
+        """Attend for the sequences after the decode rows, as `forward` does for all."""
 
     @abstractmethod
     def queries_per_block(self, tokens: int) -> int:
-        """Returns how many queries one row of `ctx.blocks` stands for in a step of `tokens` tokens."""
+        """Returns the maximum of queries per row of `ctx.blocks` in a step of `tokens` tokens."""
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
-        """See `AttentionBackend.forward`."""
+        """Attend for all sequences, see `AttentionBackend.forward`; `key` and `value` are not read."""
         output = torch.empty_like(query)
         if ctx.num_decode:
             self.decode(query, output, layer, ctx)
@@ -236,7 +252,8 @@ def query_blocks(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[n
         int32 `[blocks, 2]`: each block's sequence, and its first query within the sequence.
     """
     lens = np.asarray(q_lens[first:], dtype=np.int64)
-    counts = -(-lens // per_block)
+    counts = -(-lens // per_block)  # each sequence's number of blocks, rounded up
     sequences = np.repeat(np.arange(first, first + len(lens)), counts)
+    # Each block's index among the blocks of its sequence.
     within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     return np.stack([sequences, within * per_block], axis=1).astype(np.int32)

@@ -53,7 +53,11 @@ class _Prefill:
 
 
 class GatheringAttention(AttentionBackend):
-    """The pool as rows of one head each, from which the CPU's backends gather keys and values."""
+    """The pool as rows of one head each, from which the CPU's backends gather keys and values.
+
+    `_keys` and `_values` are these rows, `[*, head_dim]`, by layer: head h of token row r is row r * H + h.
+    The same indices serve every layer. `_group` is G, the query heads per key-value head.
+    """
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
@@ -68,7 +72,7 @@ class GatheringAttention(AttentionBackend):
     @staticmethod
     def _prompts(ctx: Context) -> Iterator[tuple[int, int, int, int]]:
         """Yields each sequence after the decode rows: slot, first token in the step, `q_len` and `kv_len`."""
-        start = sum(ctx.q_lens[: ctx.num_decode])
+        start = sum(ctx.q_lens[: ctx.num_decode])  # the decode rows' tokens come first
         columns = (ctx.slots, ctx.q_lens, ctx.kv_lens)
         for slot, q_len, kv_len in zip(*(each[ctx.num_decode :] for each in columns), strict=True):
             yield slot, start, q_len, kv_len
@@ -76,17 +80,24 @@ class GatheringAttention(AttentionBackend):
 
 
 class CPUAttention(GatheringAttention):
-    """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step."""
+    """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step.
+
+    A plan (`_Decode` or `_Prefill`) is what `prepare` lays out for a group of decode rows, or for one prompt.
+    Every layer's `forward` runs all plans.
+    """
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
         super().__init__(shape, pool)
         heads, size, dtype = shape.num_kv_heads, pool.page_size, pool.data.dtype
+        # By layer: a row has one page's keys or values, and row `page * 2 * num_layers` the page's keys.
         by_page = pool.data.view(-1, size * heads * shape.head_dim)
         self._key_pages = [by_page[2 * layer :] for layer in range(pool.num_layers)]
+        # 1 where a query head uses a key-value head, else 0.
         own_head = torch.arange(shape.num_heads)[:, None] // self._group == torch.arange(heads)
         self._own_head = own_head.to(dtype)[:, :, None]  # [N, H, 1]
         self._zero = torch.zeros(1, dtype=dtype)
+        # The causal mask of a block's queries over the keys of the same tokens: 0 or -inf.
         columns = torch.arange(_BLOCK)
         rows = columns.repeat_interleave(self._group)[:, None]  # a token's query heads are adjacent rows
         self._triangle = torch.zeros(len(rows), _BLOCK, dtype=dtype).masked_fill_(
@@ -99,14 +110,15 @@ class CPUAttention(GatheringAttention):
     def prepare(self, ctx: Context) -> None:
         """Group the decode rows by length and lay out all indices and masks."""
         groups = group_by_length(ctx.kv_lens[: ctx.num_decode])
-        self._decodes = [self._plan_decode(ctx, members, len(groups) == 1) for members in groups]
+        self._decodes = [self._plan_decode(ctx, members, alone=len(groups) == 1) for members in groups]
         self._prefills = list(self._plan_prefills(ctx))
+        # Queries that attend to no key, whose output is 0: no plan has them.
         self._has_blind_queries = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
 
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
-        """See `AttentionBackend.forward`."""
+        """Attend for all sequences, plan by plan; see `AttentionBackend.forward`."""
         assert key is not None and value is not None
         if len(self._decodes) == 1 and not self._prefills:
             return self._decode(query, self._decodes[0], layer)
@@ -118,7 +130,7 @@ class CPUAttention(GatheringAttention):
                 output[decode.members] = self._decode(query[decode.members], decode, layer)
         for prefill in self._prefills:
             tokens = slice(prefill.start, prefill.start + prefill.q_len)
-            if prefill.index is None:
+            if prefill.index is None:  # no cached prefix: all keys and values are at hand, none is gathered
                 keys, values = key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
             else:
                 shape = (self._shape.num_kv_heads, prefill.kv_len, self._shape.head_dim)
@@ -131,6 +143,10 @@ class CPUAttention(GatheringAttention):
         return output
 
     def _decode(self, query: Tensor, plan: _Decode, layer: int) -> Tensor:
+        """Attend for a group of decode rows: `query` and the result are `[B, N, D]`.
+
+        `spread` holds the scaled queries, each zero outside its own key-value head.
+        """
         shape = self._shape
         width = shape.num_kv_heads * shape.head_dim
         keys = self._key_pages[layer].index_select(0, plan.pages).view(plan.num, -1, width)
@@ -138,6 +154,7 @@ class CPUAttention(GatheringAttention):
         scores = torch.bmm(spread.view(plan.num, shape.num_heads, width), keys.transpose(1, 2))
         scores.masked_fill_(plan.hidden, float("-inf"))
         weights = torch.softmax(scores, -1).view(-1)
+        # The bare arguments: no scaling by frequency, mode 0 (sum), no sparse gradient.
         summed = torch.embedding_bag(
             self._values[layer], plan.value_index, plan.offsets, False, 0, False, weights
         )[0]
@@ -146,6 +163,10 @@ class CPUAttention(GatheringAttention):
     def _prefill_short(
         self, query: Tensor, keys: Tensor, values: Tensor, plan: _Prefill, output: Tensor
     ) -> None:
+        """Attend for one prompt of few keys by one fused call, into `output`.
+
+        `query` and `output` are `[q_len, N, D]`, `keys` and `values` `[H, kv_len, D]`.
+        """
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys[None],
@@ -160,6 +181,11 @@ class CPUAttention(GatheringAttention):
     def _prefill_blocked(
         self, query: Tensor, keys: Tensor, values: Tensor, plan: _Prefill, output: Tensor
     ) -> None:
+        """Attend for one prompt of many keys, a block of queries at a time, into `output`.
+
+        `query` and `output` are `[q_len, N, D]`, `keys` and `values` `[H, kv_len, D]`. A block reads only the
+        keys up to its last query's own (`visible`). Of these only the last `size` ones need a mask.
+        """
         shape, group = self._shape, self._group
         grouped = (plan.q_len, shape.num_kv_heads, group, shape.head_dim)
         queries = query.view(grouped).transpose(0, 1)  # [H, T, G, D]
@@ -175,13 +201,18 @@ class CPUAttention(GatheringAttention):
             attended = torch.bmm(torch.softmax(scores, -1), values[:, :visible])
             outputs[:, start : start + size] = attended.view(packed.shape)
 
-    def _plan_decode(self, ctx: Context, members: Sequence[int], alone: bool) -> _Decode:
+    def _plan_decode(self, ctx: Context, members: Sequence[int], *, alone: bool) -> _Decode:
+        """Lay out the indices and the mask of one group of decode rows.
+
+        `members` are the group's indices among the decode rows. With `alone` there is no other group, so
+        `forward` takes the first B tokens by a slice and needs no index.
+        """
         num, heads, size = len(members), self._shape.num_kv_heads, self._pool.page_size
         lens = torch.tensor([ctx.kv_lens[m] for m in members])[:, None]
         max_len = max(ctx.kv_lens[m] for m in members)
         num_pages = ceil_div(round_up(max_len, _KEY_MULTIPLE), size)
         pages = ctx.page_table.data[[ctx.slots[m] for m in members], :num_pages].long()
-        rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)
+        rows = (pages[:, :, None] * self._pool.page_rows + torch.arange(size)).flatten(1)  # token rows [B, S]
         hidden = torch.arange(rows.shape[1]) >= lens
         # A hidden key gets the value row of a real token: 0 times NaN in an unused row would be NaN.
         rows = torch.where(hidden, rows[:, :1], rows)
@@ -197,8 +228,13 @@ class CPUAttention(GatheringAttention):
         )
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
+        """Yields the plan of each sequence after the decode rows, without the queries that attend to no key.
+
+        Keys are gathered only where some are of earlier steps. A short sequence gets a mask, except where it
+        is the plain causal one, which the fused call has built in.
+        """
         for slot, start, q_len, kv_len in self._prompts(ctx):
-            num_seeing = min(q_len, kv_len)
+            num_seeing = min(q_len, kv_len)  # with more queries than keys, the first ones attend to no key
             if not num_seeing:
                 continue
             index, mask = None, None
@@ -222,7 +258,11 @@ class CPUAttention(GatheringAttention):
 
 
 def group_by_length(lens: Sequence[int]) -> list[list[int]]:
-    """Group sequences of similar length, so that padding each group to its longest wastes little."""
+    """Group sequences of similar length, so that padding each group to its longest wastes little.
+
+    `lens` are the sequences' numbers of keys. Returns each group's indices in `lens`, ascending. A group ends
+    where one more sequence would bring its padding above `_MAX_PADDING` tokens.
+    """
     groups: list[list[int]] = []
     max_len = padding = 0
     for member in sorted(range(len(lens)), key=lambda m: -lens[m]):

@@ -32,7 +32,7 @@ _MAX_SCORES = 1 << 24  # elements of a GEMM's result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _QueryTile:
-    """Some query tokens of one sequence, or one query token each of many sequences."""
+    """What shares a batched GEMM: some query tokens of one sequence, or one query token each of many."""
 
     tokens: Tensor  # int64 [B * t], indices in the step
     num: int  # B
@@ -44,7 +44,11 @@ class _QueryTile:
 
 
 class InvariantCPUAttention(cpu.GatheringAttention):
-    """GEMMs of few shapes over gathered keys; `prepare` lays out the indices and masks once per step."""
+    """GEMMs of few shapes over gathered keys; `prepare` lays out the indices and masks once per step.
+
+    It splits the step into tiles (`_QueryTile`), and every layer's `forward` runs all of them. `_rows` are
+    the numbers of rows that a GEMM may have, ascending. A tile has one of them; zero rows fill it up.
+    """
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`.
@@ -63,13 +67,22 @@ class InvariantCPUAttention(cpu.GatheringAttention):
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:
-        """See `AttentionBackend.forward`."""
+        """Attend for all sequences, tile by tile; see `AttentionBackend.forward`.
+
+        `key` and `value` are not read, since keys and values always come from the pool. The output starts as
+        0, which is that of queries that attend to no key.
+        """
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for tile in self._tiles:
             output[tile.tokens] = self._attend(query[tile.tokens], tile, layer)
         return output
 
     def _attend(self, query: Tensor, tile: _QueryTile, layer: int) -> Tensor:
+        """Attend for one tile: `query` and the result are `[B * t, G * H, D]`.
+
+        The steps are the scores of all keys, a softmax over the whole row, the weighted sums of the values in
+        each block of `_BLOCK` keys (`parts`), and their sum from left to right in float32.
+        """
         heads, size, tokens = self._shape.num_kv_heads, self._shape.head_dim, len(query) // tile.num
         by_token = (tile.num, heads, tokens, self._group, size)  # a token's query heads are adjacent rows
         real = slice(0, tokens * self._group)  # the rows that are not padding
@@ -90,10 +103,11 @@ class InvariantCPUAttention(cpu.GatheringAttention):
         return attended.reshape(query.shape)
 
     def _plan_decodes(self, ctx: Context) -> Iterator[_QueryTile]:
+        """Yields the tiles of the decode rows: sequences of similar length, in the fewest rows per GEMM."""
         rows = self._rows[0]
         for members in cpu.group_by_length(ctx.kv_lens[: ctx.num_decode]):
             max_len = max(ctx.kv_lens[member] for member in members)
-            per_tile = self._max_rows(max_len) // rows
+            per_tile = self._max_rows(max_len) // rows  # sequences, each of which takes `rows` rows
             for start in range(0, len(members), per_tile):
                 some = members[start : start + per_tile]
                 lens = [ctx.kv_lens[member] for member in some]
@@ -103,6 +117,11 @@ class InvariantCPUAttention(cpu.GatheringAttention):
                 )
 
     def _plan_prefills(self, ctx: Context) -> Iterator[_QueryTile]:
+        """Yields the tiles of each sequence after the decode rows: `per_tile` query tokens each.
+
+        Queries that attend to no key are left out. `num_visible` is each row's number of keys, that of the
+        last token for the rows that fill the tile up.
+        """
         for slot, start, q_len, kv_len in self._prompts(ctx):
             fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
             per_tile = max(fitting, default=self._rows[0]) // self._group
@@ -126,7 +145,16 @@ class InvariantCPUAttention(cpu.GatheringAttention):
         rows: int,
         num_visible: Tensor,
     ) -> _QueryTile:
-        """Make a tile of sequences of `lens` keys; a query attends to `num_visible` `[B, 1 or R]` of them."""
+        """Lay out the indices and the mask of a tile.
+
+        Args:
+            ctx: the step.
+            tokens: int64 `[B * t]`, the tile's query tokens in the step.
+            slots: B request slots.
+            lens: B numbers of keys that the sequences' last queries here attend to.
+            rows: R, the rows per GEMM.
+            num_visible: int64 `[B, 1 or R]`, how many of the keys a row attends to; 1: all rows alike.
+        """
         num, heads, size = len(lens), self._shape.num_kv_heads, self._pool.page_size
         num_keys = round_up(max(lens), _BLOCK)
         key = torch.arange(num_keys)
@@ -155,7 +183,15 @@ class InvariantCPUAttention(cpu.GatheringAttention):
 
 @cache
 def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns the numbers of rows per GEMM, ascending and at least `group`, that give a row the same bits."""
+    """Returns the numbers of rows per GEMM, ascending and at least `group`, that give a row the same bits.
+
+    Both batched GEMMs are tested, for `group` query heads per key-value head and heads of `size`: the scores
+    and the sums of values. They are compared with GEMMs of `reference` rows, for several numbers of GEMMs in
+    a batch (`num`), and for keys of several blocks. See `cancelling_inputs` for the inputs.
+
+    Raises:
+        ConfigError: not even GEMMs of `reference` rows give the same bits in every batch.
+    """
     candidates = [rows for rows in _ROWS if rows >= group] or [group]
     reference = min((rows for rows in candidates if rows >= 16), default=group)
     index = torch.arange(max(candidates)) % reference
@@ -163,15 +199,18 @@ def _agreeing_rows(group: int, size: int, dtype: torch.dtype) -> tuple[int, ...]
     weights, values = cancelling_inputs(reference, _BLOCK, size, dtype)
 
     def score(rows: int, num: int, blocks: int) -> Tensor:
+        """Returns the scores of `num` equal GEMMs, `[num, rows, blocks, _BLOCK]`, in equal blocks."""
         a, b = queries[index[:rows]].repeat(num, 1, 1), keys.repeat(num, blocks, 1)
         return torch.bmm(a, b.transpose(1, 2)).view(num, rows, blocks, _BLOCK)
 
     def add_up(rows: int, num: int) -> Tensor:
+        """Returns the sums of values of `num` equal GEMMs, `[num, rows, size]`, over one block of keys."""
         return torch.bmm(weights[index[:rows]].repeat(num, 1, 1), values.t().repeat(num, 1, 1))
 
-    scores, sums = score(reference, 3, 1)[0], add_up(reference, 3)[0]
+    scores, sums = score(reference, num=3, blocks=1)[0], add_up(reference, num=3)[0]
 
     def agrees(rows: int) -> bool:
+        """Whether GEMMs of `rows` rows give every row the reference's bits, in batches of several shapes."""
         return all(
             bool((score(rows, num, blocks) == scores[index[:rows]]).all())
             and bool((add_up(rows, num * blocks) == sums[index[:rows]]).all())

@@ -1,7 +1,8 @@
 """FlashAttention-3, for Hopper, from an optional package: `pip install 'segue[fa3]'`.
 
 FlashAttention-3 reads the pool in place, through page tables that are gathered once per step. In a step with
-both decode rows and prompts, each half gives the other half's sequences queries of length zero.
+both decode rows and prompts, decode and prefill are one call each over all sequences. Each call has its own
+`cu_seqlens_q`, in which the sequences of the other call have no queries.
 
 Where pages are at least as large as its tiles, FlashAttention-3 would load whole tiles by TMA, and a NaN in
 an unused KV slot would reach the output. Passing a left padding of zero tokens turns TMA off.
@@ -33,7 +34,11 @@ class FA3Attention(PagedBackend):
         return tokens
 
     def prepare(self, ctx: Context) -> None:
-        """Gather the page table, and compute each half's `cu_seqlens_q`."""
+        """Gather the page table, and compute the `cu_seqlens_q` of both calls.
+
+        Decode rows have one query each, so the number of decode rows is also where the prompts' tokens start.
+        Clamping `cu_seqlens_q` to it leaves the sequences of the other call without queries.
+        """
         count = len(ctx.slots_device) if ctx.has_prefill else ctx.num_decode
         self._table = ctx.page_table.data.index_select(0, ctx.slots_device[:count])
         self._kv_lens = ctx.kv_lens_device[:count]
@@ -46,7 +51,10 @@ class FA3Attention(PagedBackend):
             self._decode_starts = torch.clamp(ctx.cu_seqlens_q_device, max=num_decode)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """See `PagedBackend.decode`."""
+        """See `PagedBackend.decode`.
+
+        A step without prompts needs no `cu_seqlens_q`: each row is a sequence of one query.
+        """
         rows = slice(ctx.num_decode)  # the buffer of the splits' partial results grows with the queries
         if ctx.has_prefill:
             self._run(query[rows], output[rows], layer, self._decode_starts, max_len=1, splits=0)
@@ -54,7 +62,7 @@ class FA3Attention(PagedBackend):
             self._run(query[:, None], output[:, None], layer, None, max_len=None, splits=0)
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """See `PagedBackend.prefill`."""
+        """See `PagedBackend.prefill`. `query` has the decode rows too, which `self._starts` skips."""
         self._run(query, output, layer, self._starts, max_len=len(query), splits=1)
 
     def _run(

@@ -1,4 +1,9 @@
-"""The attention backends and their selection."""
+"""The attention backends and their selection.
+
+Prefill and decode are the two halves of a step. Each half may have its own backend, and prefill may even have
+several, for steps of different sizes. A ranking is a list of backends' names, the fastest first, as measured
+on a device.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,10 @@ from segue.kvcache.pool import KVPool
 # prefill by tokens per step. bench/attention.py writes them. Devices of one compute capability have the same
 # instructions, so all of them use the ranking of the device that was measured.
 TABLE = Path(__file__).parent / "measured.json"
+# The error about a value of --attention-backend.
 _refusal = partial(ConfigError, param="attention_backend")
-_NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}  # for steps of any size
+# Empty rankings, for steps of up to 2**30 tokens, which means of any size.
+_NO_RANKING: dict[str, Any] = {"prefill": {1 << 30: []}, "decode": []}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,7 @@ class PairedAttention(PagedBackend):
         self._sizes, self._decode = prefill, decode
 
     def _prefill(self, tokens: int) -> PagedBackend:
+        """Returns the backend that does the prefill of a step of `tokens` tokens."""
         return next((half for max_tokens, half in self._sizes if tokens <= max_tokens), self._sizes[-1][1])
 
     def prepare(self, ctx: Context) -> None:
@@ -99,7 +107,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """The value for `--attention-backend`, with the backends of small steps in parentheses."""
+        """The form of `--attention-backend`, with the prefill backends of small steps in parentheses."""
         *small, (_, large) = self.prefill
         if not small and large is self.decode:
             return large.name
@@ -108,6 +116,7 @@ class Selection:
 
     @property
     def _entries(self) -> dict[str, BackendEntry]:
+        """The backends of both halves by name, so each one once."""
         return {entry.name: entry for entry in (self.decode, *(half for _, half in self.prefill))}
 
     @property
@@ -116,7 +125,10 @@ class Selection:
         return all(entry.capabilities.graphs for entry in self._entries.values())
 
     def make(self, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
-        """Make the backend for one model on one pool."""
+        """Make the backend for one model on one pool: the only one, or a `PairedAttention` of several.
+
+        Each backend is made once, even if it serves both halves.
+        """
         if len(self._entries) == 1:
             return self.decode.make(shape, pool)
         made = {name: cast(PagedBackend, entry.make(shape, pool)) for name, entry in self._entries.items()}
@@ -161,13 +173,21 @@ def select(name: str, setting: Setting) -> Selection:
     prefill: list[tuple[int, BackendEntry]] = []
     for max_tokens, ranking in measured["prefill"].items():
         entry = _select(halves[0], ranking, setting)
-        if prefill and prefill[-1][1] is entry:
+        if prefill and prefill[-1][1] is entry:  # one entry serves both sizes, up to the larger one
             prefill.pop()
         prefill.append((int(max_tokens), entry))
     return Selection(prefill=tuple(prefill), decode=_select(halves[-1], measured["decode"], setting))
 
 
 def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry:
+    """Returns the backend of one half, for `name` as a user gives it.
+
+    "auto" takes the first of `ranking` that supports `setting`, or else the first of all backends. Rankings
+    come from a file, which may name backends that do not exist.
+
+    Raises:
+        ConfigError: see `select`.
+    """
     if name == "auto":
         for candidate in [*ranking, *names()]:
             if candidate in _BACKENDS and not unsupported_reasons(_BACKENDS[candidate].capabilities, setting):
@@ -187,7 +207,10 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
-    """Returns the rankings of both halves; they are empty for settings that were not measured."""
+    """Returns the rankings for a setting, those of prefill by the largest number of tokens per step.
+
+    They have the form of `_NO_RANKING`, which is returned for settings that were not measured.
+    """
     if setting.device.type != "cuda":
         return _NO_RANKING
     table = json.loads(TABLE.read_text()).get(capability(setting.device), {})
@@ -207,6 +230,7 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
     shape, device, reasons = setting.shape, setting.device, []
 
     def require(what: str, value: object, allowed: Sequence[object] | None) -> None:
+        """Add a reason unless `value` is allowed; None: all values are."""
         if allowed is not None and value not in allowed:
             reasons.append(f"{what} {value}, but it needs {' or '.join(map(str, allowed))}")
 

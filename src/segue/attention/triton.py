@@ -4,6 +4,8 @@ The rows of a tile are the query heads that share a key-value head (packed GQA),
 once for all of them. Decode splits a sequence's keys; the number of splits depends only on the size of the
 batch. The program that ends last combines the splits' partial results in a fixed order. Prefill runs one
 program per block of queries; a table maps blocks to sequences.
+
+Batch-invariant attention divides a sequence's keys into spans of `_SPAN`, as the kernel `attend` explains.
 """
 
 from __future__ import annotations
@@ -26,17 +28,22 @@ _LOG2_E = 1.4426950408889634  # the kernels use exp2
 
 
 class TritonAttention(PagedBackend):
-    """Decode and prefill by a kernel each."""
+    """Decode and prefill by a kernel each.
 
-    _span: int | None = None
+    `_group` is the number of query heads per key-value head. `_partial` and `_maxima` are buffers for what
+    a sequence's splits leave for the program that combines them. `_blocks` is the table of query blocks.
+    """
+
+    _span: int | None = None  # keys per span; None: not batch-invariant, and there are no spans
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
         self._shape, self._pool, dim = shape, pool, shape.head_dim
         self._group = shape.num_heads // shape.num_kv_heads
+        # Per split and query head: the weighted values in `_partial`, the maximum and the sum in `_maxima`.
         self._partial = pool.data.new_empty(_MAX_PROGRAMS * self._group * dim, dtype=torch.float32)
         self._maxima = pool.data.new_empty(_MAX_PROGRAMS * self._group * 2, dtype=torch.float32)
-        self._max_spans = 0
+        self._max_spans = 0  # of a sequence; only batch-invariant attention has any
         self._is_float32 = pool.data.dtype == torch.float32
         self._keys_per_block = 32 if self._is_float32 else 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
@@ -63,6 +70,11 @@ class TritonAttention(PagedBackend):
         return self._rows_per_block(tokens) // self._group
 
     def _rows_per_block(self, tokens: int) -> int:
+        """Returns the rows of a prefill tile: a query token has one per query head of the group.
+
+        It is the smallest size that the group fits in and that gives fewer than about `2 * _MAX_PROGRAMS`
+        programs, or else the largest size.
+        """
         rows = tokens * self._shape.num_heads
         return next(
             (size for size in (32, 64) if rows < 2 * _MAX_PROGRAMS * size and size > self._group),
@@ -77,8 +89,9 @@ class TritonAttention(PagedBackend):
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """See `PagedBackend.decode`."""
+        """See `PagedBackend.decode`. Programs: one per key-value head, sequence and split of its keys."""
         heads, splits = self._shape.num_kv_heads, self._num_splits(ctx.num_decode, _MAX_SPLITS)
+        # Without splits, the heads of a sequence, which share its pages, are consecutive programs.
         decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
             query=query,
             output=output,
@@ -92,13 +105,18 @@ class TritonAttention(PagedBackend):
         )
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """See `PagedBackend.prefill`."""
+        """See `PagedBackend.prefill`. Programs: one per key-value head and query block."""
         assert self._blocks is not None, "prepare comes first"
         self._attend(query, output, layer, ctx, self._blocks)
 
     def _attend(
         self, query: Tensor, output: Tensor, layer: int, ctx: Context, blocks: Tensor | None, splits: int = 1
     ) -> None:
+        """Launch `attend` for the query `blocks`, or with None for the decode rows, one query per block.
+
+        `splits` is the number of programs that share a block's spans; more than one only without `blocks`.
+        """
+        # Batch-invariant attention is launched alike in every step, and without fused multiply-adds.
         options = launch_options(_WARPS, None if self._span else len(query))
         if self._span:
             options["enable_fp_fusion"] = False
@@ -136,7 +154,10 @@ class TritonAttention(PagedBackend):
         }
 
     def _num_splits(self, num_decode: int, max_splits: int) -> int:
-        """Returns how many programs share the keys of a decode row: more than one in small batches."""
+        """Returns how many programs share the keys of a decode row and key-value head, a power of two.
+
+        It is more than one where the batch alone would leave much of the device idle.
+        """
         tiles = num_decode * self._shape.num_kv_heads
         if tiles > _MAX_PROGRAMS // 2:
             return 1
@@ -153,7 +174,7 @@ class TritonInvariantAttention(TritonAttention):
     _span = _SPAN
 
     def _rows_per_block(self, tokens: int) -> int:
-        return 64  # the same in every step
+        return 64  # the same in every step, so that a query's bits do not depend on the step's size
 
     def prepare(self, ctx: Context) -> None:
         """Lay out the blocks, and make buffers for as many spans as a sequence can have."""
@@ -166,6 +187,6 @@ class TritonInvariantAttention(TritonAttention):
             self._maxima = self._maxima.new_empty(rows * 2)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
-        """See `PagedBackend.decode`."""
+        """See `PagedBackend.decode`. The splits share a row's spans, so there are not many more of them."""
         splits = self._num_splits(ctx.num_decode, 1 << (self._max_spans - 1).bit_length())
-        self._attend(query, output, layer, ctx, None, splits)
+        self._attend(query, output, layer, ctx, blocks=None, splits=splits)

@@ -52,12 +52,15 @@ class Collectives:
         """Overwrite `tensor` with rank 0's, and return it."""
         if self._group is not None:
             options = dist.BroadcastOptions()
-            options.asyncOp = False
+            options.asyncOp = False  # as in `all_reduce`
             _wait(self._group.broadcast([tensor], options))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor | None:
-        """Return all ranks' tensors, of equal shape, joined along the last dimension; None but on rank 0."""
+        """Return on rank 0 all ranks' tensors joined along the last dimension, in the order of the ranks.
+
+        The tensors have the same shape. The other ranks get None.
+        """
         if self._group is None:
             return tensor
         if not self.tp.is_first:
@@ -69,5 +72,6 @@ class Collectives:
 
 
 def _wait(work: dist.Work | None) -> None:
+    """Wait for a collective; one that is not asynchronous may return None instead of its work."""
     if work is not None:
         work.wait()

@@ -36,10 +36,10 @@ class TPGroups:
     control: ProcessGroup | None = None  # None in a group of one
     store: Store | None = None  # None in a group of one
     name: str = ""  # unique in this process, and the same on all ranks
-    _num_shared: int = 0
+    _num_shared: int = 0  # the calls of `share`, which number the names of what it allocates
 
     def all_gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers, by rank. All ranks pass the same number of integers."""
+        """Return every rank's integers, by rank. All ranks call it, with the same number of integers."""
         if self.control is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
@@ -50,7 +50,8 @@ class TPGroups:
     def share(self, device: torch.device, num_bytes: int) -> tuple[list[int], object]:
         """Allocate bytes, zero at first, that the kernels of every rank can access, over NVLink or PCIe.
 
-        All ranks share the same number of bytes, each on its CUDA device.
+        All ranks call it, with the same number of bytes, and each allocates them on its CUDA device. There is
+        more than one rank.
 
         Returns:
             The address of each rank's bytes in this process, and the object that keeps them allocated.
@@ -79,7 +80,8 @@ def connect(
     """Make the groups together with the other ranks.
 
     The ranks meet through the file `rendezvous`, which is new for each start and lies in a directory that all
-    ranks see. A group of one uses no file.
+    ranks see. A group of one uses no file. Collectives over gloo fail after `timeout`; NCCL's keep torch's
+    default. On a CPU, one gloo group is both `control` and that of `collectives`.
     """
     if tp.size == 1:
         return TPGroups(tp, Collectives(tp))

@@ -14,7 +14,8 @@ from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     """Returns the embeddings of `ids` (int64 `[T]`), `[T, N]`: 0 for ids of other ranks' shards.
 
-    `weight` `[rows, N]` holds the ids from `start` to `start + rows - 1`.
+    `weight` `[rows, N]` is this rank's shard: the ids from `start` to `start + rows - 1`. The sum of the
+    results over the ranks is the embedding of every token.
     """
     if ids.is_cuda:
         from segue.kernels.triton.step_inputs import embed as fused
@@ -32,7 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     calls than F.rms_norm takes there.
     """
     size = x.shape[-1]
-    wide = x.float()
+    wide = x.float()  # `x` itself if it is float32; then it may not be overwritten
+    # The square root of (sum of squares + eps * size) / size.
     rms = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(_sqrt(eps * size)).mul_(size**-0.5)
     scaled = wide / rms if wide is x else wide.div_(rms)
     return scaled.mul_(weight).to(x.dtype)
@@ -40,13 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _sqrt(square: float) -> Tensor:
+    """Returns the square root as a tensor, which `hypot_` needs; it is made once per value."""
     return torch.tensor(square**0.5)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
 
-    May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`.
+    May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`, which are
+    added up here. `residual` is `[T, N]`; None: `x` is the sum already, as before the first layer.
     """
     if x.is_cuda:
         from segue.kernels.triton.norm import add_rms_norm as fused
@@ -66,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A copy of a weight in oneDNN's blocked layout."""
+    """A GEMM by a copy of a weight in oneDNN's blocked layout, which `_pack_cpu` makes."""
 
     weight: Tensor  # opaque
 
@@ -94,7 +98,7 @@ class Plain:
 
 
 def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
-    """Returns a GEMM by `weight` `[out, in]`; None: `linear` chooses one in each call.
+    """Returns a GEMM by `weight` `[out, in]`, for `linear`; None: `linear` chooses one in each call.
 
     On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
     reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
@@ -113,6 +117,7 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
 
 
 def _pack_cpu(weight: Tensor) -> Gemm:
+    """Returns a GEMM by a copy in oneDNN's layout, or by the weight itself where oneDNN lacks its dtype."""
     supported = torch._C._has_mkldnn and weight.dtype in (torch.float32, torch.bfloat16)
     if supported and weight.dtype == torch.bfloat16:
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -131,14 +136,17 @@ def linear(
     may_split: bool = False,
     float32_output: bool = False,
 ) -> Tensor:
-    """Returns `x @ weight.T + bias`.
+    """Returns `x @ weight.T + bias`, `[M, out]`.
+
+    Without `packed`, CUDA uses the plan that was measured for the shape, and cuBLAS where there is none.
 
     Args:
         x: `[M, in]`.
         weight: `[out, in]`.
         bias: `[out]`.
         packed: the result of `pack(weight)`.
-        may_split: the result may be split-K partials, float32 `[S, M, out]`, which the caller adds up.
+        may_split: on CUDA the result may be split-K partials, float32 `[S, M, out]`, which the caller's
+            kernel adds up as it reads them.
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if x.is_cuda and packed is None:
@@ -157,7 +165,8 @@ def linear(
 def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None) -> Tensor:
     """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
-    `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster.
+    `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster. `packed`
+    is the result of `pack(weight)`.
     """
     if x.is_cuda and bias is None and packed is None:
         from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
@@ -174,7 +183,8 @@ def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `silu(gate) * up` of `gate_up` `[T, 2 * I]`, gate first: `[T, I]` in `dtype`.
 
-    May overwrite `gate_up`. On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`.
+    May overwrite `gate_up`. On CUDA `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`; on CPUs it is
+    in `dtype` already.
     """
     if gate_up.is_cuda:
         from segue.kernels.triton.gate_up_silu import silu_mul as fused
@@ -187,7 +197,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 def route(
     logits: Tensor, per_token: int, *, renormalise: bool, num_unpadded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose the most probable experts of each token.
+    """Choose the most probable experts of each token, and the weights of their outputs.
 
     Args:
         logits: `[T, E]`, the router's output.
@@ -210,7 +220,10 @@ def route(
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """Returns the log-probabilities, float32 `[n, k]`, of `ids` (int64 `[n, k]`) under float32 `[n, V]`."""
+    """Returns the log-probabilities, float32 `[n, k]`, of `ids` (int64 `[n, k]`) under `logits`.
+
+    `logits` are float32 `[n, V]`. The k ids of a row are alternatives for the same position.
+    """
     if logits.is_cuda:
         from segue.kernels.triton.sampling import log_sum_exp
 

@@ -20,10 +20,17 @@ class Layer(nn.Module):
 
 
 class RMSNorm(Layer):
-    """Divides the last dimension by its root mean square, after adding to the residual stream."""
+    """Adds its input to the residual stream, and divides the sum by its root mean square (and scales it).
+
+    Its input may be the summands of a `RowParallelLinear`, one per rank, which it sums over the ranks first.
+    So one kernel can do the all-reduce, the addition and the norm.
+    """
 
     def __init__(self, size: int, eps: float, collectives: Collectives | None = None) -> None:
-        """Make a norm of `size` channels, which sums its input over the ranks of `collectives`."""
+        """Make a norm of `size` channels, which sums its input over the ranks of `collectives`.
+
+        With None the input is the sum already.
+        """
         super().__init__()
         self.eps = eps
         self.collectives = collectives or Collectives()
@@ -38,7 +45,8 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
 
-        May overwrite both inputs.
+        `x` is `[T, N]`, or split-K partials, float32 `[S, T, N]`. `residual` is `[T, N]`; None stands for 0.
+        May overwrite both. Few rows take the fused all-reduce, if there is one.
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         fused_all_reduce = self.collectives.fused_all_reduce
@@ -48,7 +56,11 @@ class RMSNorm(Layer):
 
 
 class Linear(Layer):
-    """One rank's shard of a column-parallel layer: takes the whole input, computes its own outputs."""
+    """One rank's shard of a column-parallel layer: takes the whole input, computes its own outputs.
+
+    `packed` is the weight in the layout of a GEMM (`kernels.ops.pack`), or None where the weight itself is
+    used. It has to be built again after each change of the weight.
+    """
 
     def __init__(
         self,
@@ -59,7 +71,11 @@ class Linear(Layer):
         may_split: bool = False,
         float32_output: bool = False,
     ) -> None:
-        """`out_features` is this rank's number; the options are those of `kernels.ops.linear`."""
+        """Allocate the weight; `out_features` is this rank's number of outputs.
+
+        `may_split` lets the result be split-K partials, which the caller adds up, and `float32_output` makes
+        it float32; see `kernels.ops.linear`.
+        """
         super().__init__()
         self.may_split = may_split
         self.float32_output = float32_output
@@ -74,7 +90,7 @@ class Linear(Layer):
         return 0 if self.packed is None else self.packed.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`."""
+        """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""
         return linear(
             x,
             self.weight,
@@ -94,12 +110,16 @@ class RowParallelLinear(Linear):
     def __init__(
         self, in_features: int, out_features: int, *, collectives: Collectives, bias: bool = False
     ) -> None:
-        """`in_features` is this rank's number."""
+        """Allocate the weight; `in_features` is this rank's number of inputs."""
         super().__init__(in_features, out_features, bias=bias)
         self.collectives = collectives
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm` takes."""
+        """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm` takes.
+
+        Partials are allowed unless the sum over the ranks is by `Collectives.all_reduce`, which cannot add
+        them up.
+        """
         tp, fused_all_reduce = self.collectives.tp, self.collectives.fused_all_reduce
         may_split = tp.size == 1 or (fused_all_reduce is not None and len(x) <= fused_all_reduce.max_rows)
         return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)

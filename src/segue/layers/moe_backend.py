@@ -1,4 +1,4 @@
-"""MoE backends, which run the chosen experts."""
+"""MoE backends, which run the experts that the router has chosen for each token."""
 
 from __future__ import annotations
 
@@ -42,12 +42,18 @@ class MoEEntry:
 
 
 def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Runs tokens `x` `[T, H]` through one expert: weights `gate_up` `[2 * I, H]`, `down` `[H, I]`."""
+    """Runs tokens `x` `[T, H]` through one expert: `down @ (silu(gate @ x) * (up @ x))`, `[T, H]`.
+
+    `gate_up` is `[2 * I, H]`, gate rows first, and `down` `[H, I]`.
+    """
     return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
 
 
 def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Batch-invariant `run_expert`, for CPUs."""
+    """Batch-invariant `run_expert`, for CPUs.
+
+    The sizes that the GEMMs may have are found once per shape of a weight, so that making them here is cheap.
+    """
     gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
     return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
 
@@ -77,8 +83,13 @@ def run_by_expert(
     experts: Tensor,
     run_one: Callable[[Tensor, Tensor, Tensor], Tensor] = run_expert,
 ) -> Tensor:
-    """Sort the (token, expert) pairs by expert, then run each expert over its consecutive tokens."""
+    """Sort the (token, expert) pairs by expert, then run each expert over its consecutive tokens.
+
+    Arguments and result are those of `MoEBackend`. `run_one` runs tokens through one expert, as
+    `run_expert` does.
+    """
     num_experts, per_token = gate_up.shape[0], experts.shape[1]
+    # Pairs of expert E, which does not exist, are sorted to the end and cut off.
     counts = experts.flatten().bincount(minlength=num_experts)[:num_experts].tolist()
     order = experts.flatten().argsort(stable=True)[: sum(counts)]
     tokens = order // per_token
@@ -94,12 +105,13 @@ def run_by_expert(
 
 
 def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """See `kernels.triton.moe.run_experts`."""
     from segue.kernels.triton.moe import run_experts  # Triton is only installed with CUDA
 
     return run_experts(x, gate_up, down, weights, experts)
 
 
-# In order of preference: "auto" takes the first one that runs on the device.
+# In order of preference: "auto" takes the first one that can be used, see `select`.
 _BACKENDS = (
     MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton),
     MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert),

@@ -1,6 +1,8 @@
 """Chooses one token per row of logits: the most likely one, or a draw keyed by seed and position.
 
-The random numbers are stateless: each one is a hash of (seed, position, counter).
+The random numbers are stateless: each one is a hash of (seed, position, counter). The position is that of the
+token in its sequence; counters tell apart the numbers that one token needs. Gumbel-max draws from a
+distribution by taking the argmax of the log-weights plus noise (`gumbel`).
 
 Shapes: B rows, V tokens of the vocabulary, N blocks of the vocabulary, K candidates. A row that has NaN or
 plus infinity, or nothing but minus infinity, gets `NON_FINITE` instead of a token.
@@ -19,6 +21,7 @@ _SMALL_BLOCK = 32
 
 
 def _signed(value: int) -> int:
+    """Returns the int64 with the bits of an unsigned `value`: torch's integers of 64 bits are signed."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -46,10 +49,11 @@ def draw(logits: Tensor, inverse_temperatures: Tensor, seeds: Tensor, positions:
 
     Args:
         logits: float32 `[B, V]`.
-        inverse_temperatures: float32 `[B]`.
+        inverse_temperatures: float32 `[B]`, above 0.
         seeds: int64 `[B]`.
         positions: int64 `[B]`, of the tokens to draw.
     """
+    # The counters of the blocks' noise come first, then those of the tokens within the block.
     weights = _in_blocks((logits * inverse_temperatures[:, None]).softmax(-1), _BLOCK, 0.0)
     num_blocks = weights.shape[1]
     counters = torch.arange(num_blocks + _BLOCK, device=logits.device)
@@ -64,8 +68,9 @@ def draw(logits: Tensor, inverse_temperatures: Tensor, seeds: Tensor, positions:
 def draw_candidates(weights: Tensor, tokens: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw one token per row from the candidates `tokens` (int64 `[B, K]`): int64 `[B]`.
 
-    `weights` are `[B, K]`; 0 rules a candidate out. The noise depends on the token id, so the order of the
-    candidates and the number of those ruled out do not matter.
+    `weights` are `[B, K]`, not necessarily normalised; 0 rules a candidate out. The noise depends on the
+    token id, so the order of the candidates and the number of those ruled out do not matter. `seeds` and
+    `positions` are int64 `[B]`, as for `draw`.
     """
     noise = gumbel(seeds[:, None], positions[:, None], tokens)
     best = (weights.to(torch.float64).log() + noise).argmax(-1, keepdim=True)
@@ -76,8 +81,9 @@ def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the `k` largest values of each row of `[B, V]`, descending, and their ids; equals in any order.
 
     All of them are in the `k` blocks with the largest maxima, so most of the vocabulary is read only once.
+    Values are `[B, K]` and ids int64 `[B, K]`, with K = min(k, V).
     """
-    if k * _SMALL_BLOCK * 2 > logits.shape[-1]:
+    if k * _SMALL_BLOCK * 2 > logits.shape[-1]:  # those blocks would be more than half of the vocabulary
         top = logits.topk(min(k, logits.shape[-1]), dim=-1)
         return top.values, top.indices
     blocks = _in_blocks(logits, _SMALL_BLOCK, -torch.inf)
@@ -94,6 +100,7 @@ def _or_non_finite(tokens: Tensor, values: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, size: int, filler: float) -> Tensor:
+    """Divide the rows of `[B, V]` into blocks, `[B, N, size]`; `filler` fills the last one up."""
     missing = -x.shape[-1] % size
     if missing:
         x = F.pad(x, (0, missing), value=filler)
@@ -101,6 +108,7 @@ def _in_blocks(x: Tensor, size: int, filler: float) -> Tensor:
 
 
 def _gather_block(blocks: Tensor, block: Tensor) -> Tensor:
+    """Return each row's block number `block` (int64 `[B]`) of `blocks` `[B, N, size]`: `[B, size]`."""
     index = block[:, None, None].expand(-1, 1, blocks.shape[-1])
     return blocks.gather(1, index).squeeze(1)
 
@@ -108,7 +116,8 @@ def _gather_block(blocks: Tensor, block: Tensor) -> Tensor:
 def hash64(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
     """Return 64 random bits, int64 `[B, N]`, for each key.
 
-    A key is a seed and a position (int64 `[B, 1]`), and a counter (int64 `[N]` or `[B, N]`).
+    A key is a seed and a position (int64 `[B, 1]`), and a counter (int64 `[N]` or `[B, N]`); here N is the
+    number of counters per row.
     """
     keys = _mix(_mix(seeds) + positions * _INCREMENT)
     return _mix(keys + (counters + 1) * _INCREMENT)
@@ -125,10 +134,12 @@ def gumbel(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
+    """Return SplitMix64's hash of each int64, in which every bit of the result depends on all bits of `x`."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
+    """Shift int64 values as if they were unsigned: zeros come in at the top."""
     return (x >> count) & ((1 << (64 - count)) - 1)  # the mask clears the copies of the sign bit

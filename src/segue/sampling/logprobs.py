@@ -58,9 +58,10 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logprobs:
-    """Return the log-probabilities of `tokens` (int64 `[n]`) under `logits` `[n, V]`.
+    """Return the log-probabilities of `tokens` (int64 `[n]`) under the raw `logits`, float32 `[n, V]`.
 
-    Each token comes with those of its `num_top` most likely alternatives.
+    Each token comes with those of the `num_top` most likely tokens at its position; negative: it reports
+    nothing. There has to be at least one row.
     """
     ids = _alternatives(logits, num_top)
     values = log_probabilities(logits, torch.cat([tokens[:, None], ids], dim=-1))
@@ -72,8 +73,9 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logpr
 def _alternatives(logits: Tensor, num_top: Sequence[int]) -> Tensor:
     """Return the ids of the `num_top` largest logits of each row, int64 `[n, m]`.
 
-    Which ones of equal logits are returned may depend on the count. Therefore each row is searched with its
-    own count, all rows of one count together.
+    Here m is the largest count; a row with fewer has zeros after its ids. Which ones of equal logits are
+    returned may depend on the count. Therefore each row is searched with its own count, all rows of one count
+    together, and the other rows of the step do not change a row's alternatives.
     """
     row_counts = np.clip(num_top, 0, logits.shape[-1])
     counts, max_count = set(row_counts.tolist()), int(row_counts.max())

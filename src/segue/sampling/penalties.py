@@ -31,6 +31,7 @@ def penalise(
         presence: float32 `[n]`.
         frequency: float32 `[n]`.
     """
+    # `known`, `in_output`, `counts` and `values` are [n, L]: they have a value per entry of `tokens`.
     position = torch.arange(tokens.shape[1], device=tokens.device)
     known = position < lengths[:, None]
     in_output = known & (position >= prompt_lens[:, None])

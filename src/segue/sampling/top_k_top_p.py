@@ -9,7 +9,7 @@ from torch import Tensor
 from segue.sampling.gumbel_max import largest
 
 _FIRST_COUNT = 64  # candidates: enough for most rows with a filter
-_GROWTH = 4
+_GROWTH = 4  # the factor of candidates when they were not enough
 
 
 def candidates(
@@ -35,6 +35,8 @@ def candidates(
         top_p: float32 `[n]`, 1: off.
         min_p: float32 `[n]`, 0: off.
         max_top_k: the largest `top_k`, known on the host.
+
+    K is the same for all rows, and grows until no row needs more tokens.
     """
     weights = (logits * inverse_temperatures[:, None]).softmax(-1)
     return _candidates(weights, top_k, top_p, min_p, max(_FIRST_COUNT, max_top_k + 1))
@@ -43,7 +45,12 @@ def candidates(
 def _candidates(
     weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Filter the `count` most likely tokens, and more of them in rows where these are not enough."""
+    """Filter the `count` most likely tokens, and more of them in rows where these are not enough.
+
+    This avoids sorting the vocabulary. `weights` are probabilities, `[n, V]`; the rest is as for
+    `candidates`. Undecided rows are filtered again with `_GROWTH` times as many tokens, and the other rows
+    are filled up with weights of 0.
+    """
     values, ids = largest(weights, count)
     kept, undecided = _kept(values, top_k, top_p, min_p)
     values = values * kept

@@ -32,6 +32,7 @@ NO_RANKS = {"inboxes": None, "epochs": None, "max_rows": 0, "RANK": 0, "WORLD": 
 
 @triton.jit
 def _flag(epoch):
+    """Returns the epoch of an exchange in the upper 32 bits of a word, where receivers look for it."""
     return epoch.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
 
 
@@ -77,6 +78,11 @@ def _add_rms_norm(
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Sum `width` columns of a row over the ranks, add the residual, and normalise; see `add_rms_norm`.
+
+    A row has _CHUNKS programs. They exchange their sums of squares through `squares`, in words with the same
+    flag, because the norm needs the whole row. BLOCK is a power of two that holds `width`.
+    """
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     columns = chunk * width + lane
@@ -124,7 +130,8 @@ def best_of_ranks(
     """Exchange one candidate per rank; returns the one with the highest score, for programs of one warp.
 
     Among equal scores the lowest token wins. Returns the candidate's score, token and logit, and the
-    log-sum-exp over all ranks; `total` is this rank's log-sum-exp. No score may be NaN.
+    log-sum-exp over all ranks; `total` is this rank's log-sum-exp. No score may be NaN. A candidate takes
+    five words of 32 bits: two of the score (float64), the token, the logit and the log-sum-exp.
     """
     epoch = tl.load(epochs + row) + 1
     flag = _flag(epoch)
@@ -166,19 +173,27 @@ def best_of_ranks(
 
 @triton.jit
 def _lane_value(values, lane, index: tl.constexpr):
+    """Returns the value of lane `index` of a vector of one value per lane."""
     return tl.sum(tl.where(lane == index, values, 0), 0)
 
 
 class OneShotAllReduce:
-    """One rank's inboxes and epochs, and the operations on them."""
+    """One rank's inboxes and epochs, and the operations on them.
+
+    There are two exchanges: of summands (`add_rms_norm`, at most `max_rows` rows) and of candidates
+    (`best_of_ranks`). Each has its own inboxes and epochs, the inboxes in one shared allocation of
+    `num_bytes`.
+    """
 
     def __init__(self, groups: TPGroups, device: torch.device, hidden_size: int, sampling_rows: int) -> None:
         """Allocate the inboxes; collective. `sampling_rows` is the maximum of rows for `best_of_ranks`."""
         tp = groups.tp
         self.max_rows = MAX_BYTES // (_WORD_BYTES * hidden_size * (tp.size - 1))
+        # The bytes of the summands' inboxes, which the candidates' follow: two halves, with a part per rank.
         sums = 2 * tp.size * self.max_rows * hidden_size * _WORD_BYTES
         self.num_bytes = sums + 2 * tp.size * sampling_rows * _CANDIDATE_WORDS * _WORD_BYTES
         addresses, self._memory = groups.share(device, self.num_bytes)
+        # The addresses of all ranks' inboxes, in this process.
         inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         programs = self.max_rows * _CHUNKS.value
         self._squares = torch.zeros(programs, dtype=torch.uint64, device=device)

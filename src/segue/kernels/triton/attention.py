@@ -1,6 +1,13 @@
 """Attention over the paged cache: split-KV decode, ragged prefill, and both batch-invariant.
 
-See `segue.attention.triton`.
+See `segue.attention.triton`. A softmax over some keys is kept as three values per row: the maximum of the
+scores (`top`), the sum of their exponentials relative to it (`total`), and the values weighted by these
+exponentials (`acc`). Softmaxes over other keys can be joined to it. Exponentials are to base 2: `scale`
+includes log2(e).
+
+G query heads share a key-value head; D is the size of a head. GP and DP are powers of two that hold G and D.
+The programs of a sequence and head count themselves in `counters`, and the one that ends last, which combines
+the splits, sets the counter back to 0. `partial` and `maxima` hold the splits' results until then.
 """
 
 import triton
@@ -44,6 +51,13 @@ def decode(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Attend for one decode row (`b`) and key-value head (`h`), over one of SPLITS parts of the keys.
+
+    The key and value of token `position` are in row `page * page_rows + position % PAGE` of `keys` and
+    `values`, which are this layer's views of the pool. `num_decode` holds the number of rows that are not
+    padding; None: no row is padding. `cache_modifier=".cg"` reads from the L2 cache what programs on other
+    SMs have written.
+    """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if SPLITS == 1:  # the heads of a sequence, which share its pages, are consecutive programs
         h, split = split, 0
@@ -139,7 +153,9 @@ def _attend_keys(
 ):
     """Returns the softmax over the keys from `start` to `end`: its maxima, its sums and the weighted values.
 
-    All queries attend to the keys before `masked_from`, which therefore need no mask.
+    All queries attend to the keys before `masked_from`, which therefore need no mask; row i of `q` attends to
+    keys up to index `last[i]`. `pool` is a TMA descriptor of the whole pool, in which `layer_row` is the
+    layer's first row of a page; with None, threads load from `keys` and `values`.
     """
     d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
     in_head = d[None, :] < D
@@ -181,7 +197,7 @@ def _attend_keys(
 
 @triton.jit
 def _join(top, total, acc, span_top, span_total, span_acc):
-    """Combine a span's softmax with that of the spans before it."""
+    """Returns the softmax over the keys of a span and of the spans before it, from both softmaxes."""
     new_top = tl.maximum(top, span_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     shrink, share = tl.exp2(top - base), tl.exp2(span_top - base)
@@ -224,16 +240,19 @@ def attend(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Prefill: a program attends for a block of queries. With `SPAN` it is batch-invariant.
+    """Prefill: attends for a block of queries and a key-value head. With `SPAN` it is batch-invariant.
 
-    Then keys are divided into spans at fixed positions. Each span has a softmax of its own, over blocks of
-    keys at fixed positions, and the spans are combined from the first to the last in float32. Without
-    `blocks` the sequences have one query each (decode), and their spans may be split over several programs;
-    the program that ends last combines them in the same order. All programs run the same instructions on a
-    tile of the same size, of which a decode row fills one query's rows. So neither the other tokens of the
-    step nor a token's index among them changes the bits. The kernel has to be launched with
-    `enable_fp_fusion=False` then: otherwise the compiler fuses multiplications with additions in some places
-    and not in others.
+    A row of `blocks` (see `segue.attention.base.query_blocks`) names the program's sequence, or is -1 if
+    there is no block, and its first query. A tile has BM rows, one per query and query head of the group.
+
+    With `SPAN`, keys are divided into spans at fixed positions. Each span has a softmax of its own, over
+    blocks of keys at fixed positions, and the spans are combined from the first to the last in float32.
+    Without `blocks` the sequences have one query each (decode), and their spans may be split over several
+    programs; the program that ends last combines them in the same order. All programs run the same
+    instructions on a tile of the same size, of which a decode row fills one query's rows. So neither the
+    other tokens of the step nor a token's index among them changes the bits. The kernel has to be launched
+    with `enable_fp_fusion=False` then: otherwise the compiler fuses multiplications with additions in some
+    places and not in others.
     """
     h, split = tl.program_id(0), tl.program_id(2)
     pdl_wait(PDL)

@@ -54,6 +54,11 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_silu(x, weight, out, num_rows, size, depth, PDL: tl.constexpr):
+    """Compute tiles of `silu(gate) * up` of `x @ weight.T`, for many rows; see `run_large_m`.
+
+    `x`, `weight` and `out` are TMA descriptors, `size` is I and `depth` K. At most two programs per SM share
+    the tiles. The gate and the up projection have an accumulator each.
+    """
     pdl_wait(PDL)
     num_tiles = tl.cdiv(num_rows, _BM) * tl.cdiv(size, _BN)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -71,10 +76,12 @@ def _gate_up_silu(x, weight, out, num_rows, size, depth, PDL: tl.constexpr):
 def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor | None:
     """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
 
-    `x` is `[M, K]`, `weight` is `[2 * I, K]`, gate rows first.
+    `x` is `[M, K]`, `weight` is `[2 * I, K]`, gate rows first. Up to `_MAX_SMALL_M` rows use the kernel and
+    the stored plans of `gemm.py`; the kernel here is for many rows on Hopper.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     if num_rows <= _MAX_SMALL_M:
+        # The plan may not split K, because the activation needs the whole sums.
         plan = gemm.choose(num_rows, depth, 2 * size, x.dtype, False)
         return None if plan is None else gemm.run(plan, x, weight, None, x.dtype, gated=True)
     if num_rows < _MIN_LARGE_M or depth > _MAX_K or not is_hopper():
@@ -85,7 +92,10 @@ def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def run_large_m(x: Tensor, weight: Tensor) -> Tensor:
-    """Run the kernel for many rows regardless of its speed; K and I have to be multiples of 64."""
+    """Run the kernel for many rows regardless of its speed; K and I have to be multiples of 64.
+
+    Arguments and result are those of `gate_up_silu`. Tests call it with any number of rows.
+    """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(num_rows, _BM.value) * (size // _BN.value)

@@ -9,6 +9,9 @@ A batch-invariant GEMM, for `--deterministic`, gives a row the same bits in any 
 chain of float32 additions over K in ascending order, 16 at a step of the tensor cores. No tile splits K, and
 the chain depends neither on the tile nor on which operand fills the tensor cores' rows. So the tile is chosen
 for speed by the number of rows (`tests/gpu/test_deterministic.py` compares all tiles).
+
+Here a GEMM is `[M, K]` by a weight `[N, K]`. In the kernels, M is `num_rows`, K is `depth`, and `size` is the
+number of columns of the result; a tile has BM tokens, BN rows of the weight and BK of K.
 """
 
 from dataclasses import dataclass
@@ -51,13 +54,16 @@ class GemmPlan:
 
 @triton.jit
 def silu_mul_tile(gate, up):
-    """Returns the activation of the gated MLP."""
+    """Returns `silu(gate) * up`, the activation of the MLP with a gate, in float32."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
 def load_split_k(x, at, stride, inside, SPLITS: tl.constexpr):
-    """Returns the sum of split-K partials, which are `stride` apart, in order; or one ordinary tensor."""
+    """Returns elements of the sum of SPLITS split-K partials, in order; or with 1, of an ordinary tensor.
+
+    `at` are the elements' offsets from the pointer `x`, and `inside` masks them; partials are `stride` apart.
+    """
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +72,11 @@ def load_split_k(x, at, stride, inside, SPLITS: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, num_rows, size, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
-    """Returns a tile's first row and column. GROUP_M blocks of rows run together and share the L2 cache."""
+    """Returns the first row and column of tile number `tile` of a result `[num_rows, size]`.
+
+    GROUP_M blocks of rows run together and share the L2 cache: the tiles of a group have consecutive numbers,
+    column by column.
+    """
     blocks, columns = tl.cdiv(num_rows, BM), tl.cdiv(size, BN)
     group = tile // (GROUP_M * columns)
     group_m = tl.minimum(blocks - group * GROUP_M, GROUP_M)
@@ -94,6 +104,13 @@ def _gemm(
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Compute one tile of a GEMM, or with SPLITS > 1 of one of its split-K partials; see `run`.
+
+    `x` and `weight` are TMA descriptors if TMA, else pointers. With SWAP the accumulator is transposed, so
+    that rows of the weight fill the tensor cores' rows. GATED, always with SWAP, pairs BN / 2 rows of the
+    gate with those of the up projection, and stores half as many columns. With GROUP_M, `grouped_tile`
+    assigns the tiles.
+    """
     if GROUP_M:
         first_m, first_n = grouped_tile(tl.program_id(0), num_rows, size, BM, BN, GROUP_M)
         split = 0
@@ -152,7 +169,11 @@ def run(
         bias: `[N]`.
         dtype: of the result, unless these are split-K partials.
         gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[M, I]`. Threads
-            load the tiles, because half of a tile's rows are of the gate.
+            load the tiles, because half of a tile's rows are of the gate. Then `bias` is None, and the
+            plan has `swap` and no splits.
+
+    Returns:
+        `[M, N]`, or `[M, I]` if gated, or split-K partials, float32 `[splits, M, N]`.
     """
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     size = num_columns // 2 if gated else num_columns
@@ -184,7 +205,11 @@ def run(
 
 @cache
 def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> GemmPlan | None:
-    """Returns the stored plan for a shape, or None to use cuBLAS."""
+    """Returns the stored plan for a GEMM `[num_rows, depth]` by `[size, depth]`, or None to use cuBLAS.
+
+    A stored plan serves GEMMs up to a number of rows. There is one for results that may be split-K partials
+    (`may_split`), and one for whole results.
+    """
     if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
     measured = measured_plans(TABLE).get(f"{size}x{depth}", {})
@@ -198,11 +223,14 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: 
 def _batch_invariant(
     block_m: int, block_n: int, block_k: int, stages: int, warps: int, swap: bool = False
 ) -> GemmPlan:
-    return GemmPlan(True, block_m, block_n, block_k, 1, stages, warps, swap, group_m=8)
+    """Returns a plan that does not split K, loads by TMA, and works for a weight of any number of rows."""
+    return GemmPlan(
+        True, block_m, block_n, block_k, splits=1, stages=stages, warps=warps, swap=swap, group_m=8
+    )
 
 
 # The plans of batch-invariant GEMMs of many rows, from the largest tile to the smallest: time of a program on
-# a full device, relative to the largest tile's.
+# a full device, relative to the largest tile's. (Arguments: block_m, block_n, block_k, stages, warps.)
 LARGE_M_PLANS = {
     _batch_invariant(128, 256, 64, 4, 8): 1.0,
     _batch_invariant(128, 128, 64, 5, 8): 0.57,
@@ -249,12 +277,18 @@ class TritonBatchInvariantGemm:
 
 @cache
 def choose_batch_invariant(num_rows: int, size: int, num_sms: int) -> GemmPlan:
-    """Returns the fastest plan for a batch-invariant GEMM, according to measurements on an H200."""
+    """Returns the fastest plan for a batch-invariant GEMM, according to measurements on an H200.
+
+    The GEMM is `[num_rows, K]` by a weight of `size` rows. Few rows take the smallest tile that holds them;
+    for many, the time of each plan is that of a program times the waves of programs.
+    """
     if num_rows <= _SMALL_M:
+        # With more rows of the weight than this, blocks of 64 of them give several programs per SM.
         plans = SMALL_M_LARGE_N_PLANS if size > 64 * num_sms else SMALL_M_PLANS
         return next(plan for plan in plans if num_rows <= plan.block_m)
 
     def cost(plan: GemmPlan) -> float:
+        """Returns the relative time of the GEMM with `plan`."""
         programs = triton.cdiv(num_rows, plan.block_m) * triton.cdiv(size, plan.block_n)
         waves: int = triton.cdiv(programs, num_sms)
         return LARGE_M_PLANS[plan] * waves

@@ -1,4 +1,8 @@
-"""Many copies, or many checks for non-finite values, in one kernel launch."""
+"""Many copies, or many checks for non-finite values, in one kernel launch.
+
+The tensors are divided into chunks, for one program each: a table, int64 `[n, 3]`, has two addresses and a
+number of 8-byte words for each chunk.
+"""
 
 from collections.abc import Sequence
 
@@ -23,6 +27,7 @@ _LANES = {
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _copy(chunks, num_chunks):
+    """Copy chunks from their first address to their second one; fewer programs than chunks take turns."""
     word = tl.pointer_type(tl.int64)
     lane = tl.arange(0, _BLOCK)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
@@ -37,6 +42,11 @@ def _copy(chunks, num_chunks):
 
 @triton.jit
 def _find_non_finite(chunks, EXPONENT: tl.constexpr, LOWER_BITS: tl.constexpr):
+    """Set the flag at a chunk's second address (int32) to 1 if the chunk has an infinity or NaN.
+
+    A word holds several values, which are checked at once with the masks of `_LANES`. A value is not finite
+    if all bits of its exponent are ones.
+    """
     at = chunks + tl.program_id(0) * 3
     source, count = tl.multiple_of(tl.load(at), 16), tl.load(at + 2)
     words = source.to(tl.pointer_type(tl.int64))
@@ -112,8 +122,8 @@ def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _chunks(rows: Sequence[tuple[int, int, int]], *, advance_second: bool = False) -> NDArray[np.int64]:
     """Split ``rows`` of two addresses and a number of bytes into chunks, int64 `[n, 3]`.
 
-    A chunk has two addresses and a number of 8-byte words. The second address advances with the first one
-    only with ``advance_second``.
+    A row that is larger than `_CHUNK_BYTES` gives several chunks. Their second address advances with the
+    first one only with ``advance_second``: it does for a copy's target, and does not for a flag.
     """
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     counts = -(-table[:, 2] // _CHUNK_BYTES)

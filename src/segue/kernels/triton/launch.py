@@ -49,7 +49,8 @@ def num_sms(device: torch.device) -> int:
 def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:
     """Returns the launch options that all kernels here take.
 
-    `rows` is the number of tokens of the step; with None, PDL is never EARLY.
+    `rows` is the number of tokens of the step; few of them choose EARLY, and None never does. `PDL` is for
+    the kernel's code, `launch_pdl` for Triton's launcher.
     """
     pdl = is_hopper()
     mode = OFF if not pdl else EARLY if rows is not None and rows <= _FEW_ROWS else LATE
@@ -58,6 +59,9 @@ def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:
 
 @cache
 def measured_plans(table: Path) -> dict[str, Any]:
-    """Returns this device's plans in a table of measured plans, by shape."""
+    """Returns this device's plans in a table of measured plans, by shape; empty if none were measured.
+
+    `table` is a JSON file: device name -> shape -> plans, whose form its reader knows.
+    """
     plans: dict[str, dict[str, Any]] = json.loads(table.read_text()) if table.exists() else {}
     return plans.get(torch.cuda.get_device_name(), {})

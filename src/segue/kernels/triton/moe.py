@@ -54,7 +54,11 @@ class MoEPlan:
 def run_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, plan: MoEPlan | None = None
 ) -> Tensor:
-    """See `segue.layers.moe_backend.MoEBackend`; without `plan` the stored one is used."""
+    """See `segue.layers.moe_backend.MoEBackend`; without `plan` the stored one is used.
+
+    `inner` is the result of the first GEMM, per pair; `parts` is that of the second one, before the sum over
+    each token's pairs.
+    """
     (num_experts, hidden, size), (num_tokens, per_token) = down.shape, experts.shape
     if plan is None:
         plan = choose(num_tokens, per_token, num_experts, size, hidden, x.dtype)
@@ -80,7 +84,10 @@ def run_experts(
 def gate_up_by_pair(
     config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor
 ) -> Tensor:
-    """Returns the weighted `silu(gate) * up` of each pair, `[T * k, I]`."""
+    """Run the first GEMM, for few tokens: returns the weighted `silu(gate) * up` of each pair, `[T * k, I]`.
+
+    `x` is `[T, H]`, `weight` `[E, 2 * I, H]`; the routing `weights` and `experts` are `[T, k]`.
+    """
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
@@ -100,7 +107,10 @@ def gate_up_by_pair(
 
 
 def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """Run the second GEMM and sum over each token's pairs: `[T, H]`."""
+    """Run the second GEMM, for few tokens, and sum over each token's pairs: `[T, H]`.
+
+    `inner` is `[T * k, I]`, from `gate_up_by_pair`; `weight` is `[E, H, I]`.
+    """
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
     moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
@@ -128,6 +138,9 @@ def gemm_by_tile(
 ) -> Tensor:
     """Run one of the GEMMs, the first one if there are routing `weights`.
 
+    `order` and `tiles` are those of `moe_routing.sort`. The first GEMM takes `x` `[T, H]` and `weight`
+    `[E, 2 * I, H]`, the second one the result of the first, `[T * k, I]`, and `[E, H, I]`.
+
     Returns the weighted `silu(gate) * up` of the pairs in `order`, `[T * k, I]`; or the pairs' outputs in the
     order of tokens, `[T * k, H]`, undefined for pairs of no expert.
     """
@@ -139,6 +152,7 @@ def gemm_by_tile(
         flat, tile = weight.view(num_experts * 2, size, depth), [2, *tile]
 
     def tokens(rows: int) -> Tensor | TensorDescriptor:
+        """Returns `x` for tiles of `rows` pairs; the first GEMM gathers tokens, so threads load them."""
         by_tma = config.tma and not gated
         return TensorDescriptor.from_tensor(x, [rows, config.block_k]) if by_tma else x
 
@@ -153,7 +167,7 @@ def gemm_by_tile(
         num_tiles=tiles.shape[1],
         depth=depth,
         size=size,
-        K=len(order) // len(x),
+        K=len(order) // len(x),  # k in the first GEMM, whose `x` are tokens; 1 in the second one
         BM=block_m,
         HALVES=config.halves,
         TMA=config.tma,
@@ -168,13 +182,17 @@ def gemm_by_tile(
 def choose(
     num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
 ) -> MoEPlan:
-    """Returns the stored plan for a shape; where none was measured, one that runs on any device."""
+    """Returns the stored plan for a shape; where none was measured, one that runs on any device.
+
+    `size` is I and `hidden` H. A stored plan serves up to a number of tokens, and the last one more too.
+    """
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
     measured = measured_plans(TABLE).get(key, {})
     if dtype == torch.bfloat16:
         for max_tokens, plan in measured.items():
             if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
                 return MoEPlan(plan["block_m"], TileConfig(**plan["gate_up"]), TileConfig(**plan["down"]))
+    # The arguments of a TileConfig are block_n, block_k, stages and warps.
     if num_tokens <= 4:
         return MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
     wide = dtype == torch.float32

@@ -1,4 +1,11 @@
-"""The kernels of the two grouped GEMMs of a mixture of experts. See `segue.kernels.triton.moe`."""
+"""The kernels of the two grouped GEMMs of a mixture of experts. See `segue.kernels.triton.moe`.
+
+A pair is a token and one of its K experts: pair p is token p // K with its (p % K)-th expert, `experts[p]`.
+Expert `num_experts` does not exist: its pairs are padding. The first GEMM computes `silu(gate) * up` of each
+pair, times the pair's routing weight (`factors`), into `inner`; the second one multiplies that by the
+expert's down projection. `hidden` is the model's width, `size` in the pair kernels is the width of an
+expert's MLP. A tile has BM pairs, BN rows of the weight and BK of the inner dimension.
+"""
 
 import triton
 import triton.language as tl
@@ -25,7 +32,10 @@ def gate_up_by_pair(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute some rows of one pair, for so few tokens that they rarely share an expert."""
+    """Compute BN columns of one pair's `inner`, for so few tokens that they rarely share an expert.
+
+    The columns of a pair without an expert stay undefined; `down_by_token` skips them.
+    """
     pair = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     pdl_wait(PDL)
@@ -62,7 +72,7 @@ def down_by_token(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute some rows of one token, summed over its pairs."""
+    """Compute BN columns of one token's output from `inner`, summed over its K pairs in order."""
     token = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     pdl_wait(PDL)
@@ -106,6 +116,10 @@ def gemm_by_tile(
 
     With `factors` it is the first one: `x` are the tokens, and the results are in the order of the pairs.
     Without, it is the second: `x` are the results of the first, and the results are in the order of tokens.
+    `order` and `tiles` are those of `moe_routing.sort`. `depth` is the inner dimension and `size` the columns
+    of the result. With HALVES a tile that is at most half full runs with half of BM; `half_x` is `x` for
+    that. TMA: `weight`, and in the second GEMM `x`, are TMA descriptors. EVEN: BK divides `depth`, so it
+    needs no mask.
     """
     blocks = tl.cdiv(size, BN)
     tile, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BN
@@ -147,6 +161,11 @@ def _gemm(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Compute the columns from `first` on of a tile: `rows` pairs of `expert` from `order[start]` on.
+
+    The other arguments are those of `gemm_by_tile`. The first GEMM multiplies by two weights at once, the
+    gate's rows and the up projection's, and combines both results.
+    """
     # With 64 pairs or more, pairs are the rows of one GEMM, and rows of the weight (of both projections, if
     # there is a gate) its columns. With fewer, pairs are the columns: of two GEMMs, if there is a gate.
     GATED: tl.constexpr = factors is not None
@@ -206,7 +225,7 @@ def _gemm(
 
 @triton.jit
 def sum_pairs(parts, experts, out, hidden, num_experts, K: tl.constexpr, PDL: tl.constexpr):
-    """Sum over each token's pairs, in order; skips pairs of no expert."""
+    """Sum `parts` `[T * K, hidden]` over one token's pairs, in order; skips pairs of no expert."""
     token = tl.program_id(0)
     n = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     pdl_wait(PDL)

@@ -1,7 +1,8 @@
 """Routing on the device: each token's experts, and the (token, expert) pairs sorted by expert.
 
 Pair p is token p // k with its (p % k)-th expert. The host reads no values: sizes are those of the worst
-case, and the table of tiles marks the tiles that are not used.
+case, and the table of tiles marks the tiles that are not used. Expert E (the number of experts) stands for
+none. In the kernels, EP and KP are powers of two that hold all experts, and the k experts of a token.
 """
 
 import torch
@@ -32,6 +33,7 @@ def _route(
     KP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Choose the experts of _TOKENS tokens, see `segue.kernels.ops.route`: take the largest logit K times."""
     t = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     e, j = tl.arange(0, EP), tl.arange(0, KP)
     inside = t < num_tokens
@@ -65,6 +67,7 @@ def _route(
 
 @triton.jit
 def _count_chunk(experts, start, end, num_experts, EP: tl.constexpr):
+    """Returns how many of the pairs from `start` to `end` each expert has, `[EP]`: at most _CHUNK pairs."""
     i = start + tl.arange(0, _CHUNK)
     expert = tl.load(experts + i, mask=i < end, other=num_experts).to(tl.int32)
     known = expert < num_experts
@@ -73,6 +76,7 @@ def _count_chunk(experts, start, end, num_experts, EP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count(experts, counted, num_pairs, num_experts, EP: tl.constexpr, PDL: tl.constexpr):
+    """Store each expert's number of pairs in one chunk, into `counted` `[chunks, EP]`, for `_sort`."""
     chunk = tl.program_id(0)
     pdl_wait(PDL)
     counts = _count_chunk(experts, chunk * _CHUNK, num_pairs, num_experts, EP)
@@ -93,6 +97,13 @@ def _sort(
     EP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Put _PAIRS pairs in their places of `order`, and write some entries of `tiles`; see `sort`.
+
+    A pair's place is where its expert's pairs start, plus the number of the expert's pairs before it: in
+    earlier chunks (`counted`), in this chunk before this program's pairs, and among these. `counted` is None
+    if there is only one chunk. Every program derives the starts from all counts, and writes its share of the
+    table of tiles of BM pairs.
+    """
     first = tl.program_id(0) * _PAIRS
     e, p, c = tl.arange(0, EP), first + tl.arange(0, _PAIRS), tl.arange(0, _CHUNKS)
     pdl_wait(PDL)
@@ -171,6 +182,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
             EP=bins,
             **launch_options(8, num_tokens),
         )
+    # The worst case: as many experts as possible have a pair, and so a tile that is not full.
     busy = min(num_experts, num_pairs)
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)

@@ -25,6 +25,11 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
+
+    The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
+    two that holds the `size` columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -84,6 +89,12 @@ def _qk_norm_rope_store(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Process GROUP adjacent heads of one token, which are all queries, all keys or all values.
+
+    See `qk_norm_rope_store` for the arguments. A head has D elements, loaded as two halves (`low`, `high`),
+    because RoPE rotates element i with element i + D / 2. HALF is a power of two that holds one half. Values
+    are only copied to the pool.
+    """
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
     token = (tl.program_id(0) // groups).to(tl.int64)  # consecutive programs read adjacent memory
@@ -145,6 +156,8 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values in the KV pool, and return the queries.
 
+    One kernel launch does all of this for all tokens.
+
     Args:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
         qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`, each head's norm weight; None: no QK-norm.
@@ -191,4 +204,4 @@ def qk_norm_rope_store(
 def _heads_per_program(num_heads: int, num_kv_heads: int) -> int:
     """Returns the heads per program, a power of two that divides both, so no program mixes Q, K and V."""
     common = math.gcd(num_heads, num_kv_heads)
-    return min(8, common & -common)
+    return min(8, common & -common)  # `common & -common` is the largest power of two that divides it

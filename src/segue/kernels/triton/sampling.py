@@ -10,6 +10,9 @@ A row whose logits contain NaN or plus infinity, or are all minus infinity, has 
 kernel passes this to the second as a score of NaN or plus infinity, so that no further read or launch is
 needed.
 
+A chunk is the part of the vocabulary that one program reads: 32 blocks. The first kernel finds each chunk's
+best block or token, the second the best one of the chunks.
+
 Each tensor-parallel rank draws from its own blocks of the vocabulary with the noise of those blocks; then the
 ranks exchange one candidate each. (With several ranks, plain sampling computes a log-sum-exp per shard.)
 """
@@ -44,7 +47,7 @@ class VocabShard:
 
 @triton.jit
 def _partial_sum(x, maxima, sums, at):
-    """Store the maximum of a chunk of logits, and the sum of their exponentials relative to it."""
+    """Store at index `at` the maximum of a chunk of logits, and the sum of exponentials relative to it."""
     top = tl.max(tl.max(x, 1), 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     tl.store(maxima + at, top)
@@ -53,7 +56,10 @@ def _partial_sum(x, maxima, sums, at):
 
 @triton.jit
 def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
-    """Returns the log-sum-exp of row `i` from the values that `_partial_sum` stored."""
+    """Returns the log-sum-exp of row `i` from what `_partial_sum` stored for its `num_chunks` chunks.
+
+    CHUNKS is a power of two that holds them.
+    """
     chunk = tl.arange(0, CHUNKS)
     here = chunk < num_chunks
     high = tl.load(maxima + i * num_chunks + chunk, mask=here, other=float("-inf"))
@@ -64,6 +70,7 @@ def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _sum_chunk(logits, maxima, sums, vocab_size):
+    """Store what `_log_sum_exp` needs of one chunk of one row."""
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
@@ -74,6 +81,7 @@ def _sum_chunk(logits, maxima, sums, vocab_size):
 
 @triton.jit
 def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
+    """Store the log-sum-exp of one row, from what `_sum_chunk` stored."""
     i = tl.program_id(0).to(tl.int64)
     tl.store(out + i, _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS))
 
@@ -122,6 +130,14 @@ def _choose_block(
     size,
     PDL: tl.constexpr,
 ):
+    """Choose from one chunk of one row: a block to draw from, or the likeliest token at temperature 0.
+
+    See `sample_plain` for the arguments. `scores` and `choices` (`[B, chunks]`) get the winner's score and
+    its number: a block's score is its log-weight plus noise, a token's is its logit. A score of NaN or plus
+    infinity says that the row has no token. The row's request gets `maxima` and `sums` if it asks for
+    log-probabilities. `stride` is the distance of two rows of logits, `start` and `size` say which tokens
+    they cover.
+    """
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     pdl_wait(PDL)
@@ -185,6 +201,13 @@ def _choose_token(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Choose one row's token from what `_choose_block` stored, and write the token and its log-probability.
+
+    The steps are: find the best chunk; draw a token of its block, unless the temperature is 0; take the token
+    of `filtered` instead, where it is not -1; exchange candidates with the other ranks (WORLD > 1); write.
+    The noise of a block's tokens has the counters after those of all blocks. 2147483647 is above every index,
+    so that a minimum over the winners ignores the others. See `sample_plain` for the arguments.
+    """
     i = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
     slot = tl.load(slots + i).to(tl.int64)
@@ -247,7 +270,9 @@ def sample_plain(
 ) -> None:
     """Sample one token for each of B rows; writes it to the token pool and to a line of `ring`.
 
-    For a row whose logits have no valid token, the ring gets `NON_FINITE` and the token pool 0.
+    The host reads the tokens from the ring, which has a line for each step that is under way. The next step
+    reads them from the token pool, without the host. For a row whose logits have no valid token, the ring
+    gets `NON_FINITE` and the token pool 0.
 
     Args:
         logits: float32 `[B, V]`, or this rank's shard of them.
@@ -270,7 +295,7 @@ def sample_plain(
     logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
-    size = max(0, min(width, vocab_size - start))
+    size = max(0, min(width, vocab_size - start))  # the tokens that `logits` cover, without padding
     num_chunks = max(1, triton.cdiv(size, _CHUNK))
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     rows = {

@@ -1,4 +1,8 @@
-"""The kernels before the first layer: device writes, token ids and slot mapping, embeddings."""
+"""The kernels before the first layer: device writes, token ids and slot mapping, embeddings.
+
+Device writes are the values that a step changes in the tensors on the device that outlive it, such as the
+page table: one kernel scatters all of them, to any number of tensors.
+"""
 
 import torch
 import triton
@@ -14,6 +18,7 @@ _COLUMNS = tl.constexpr(1024)  # per program of `_embed`
 
 @triton.jit(do_not_specialize=["count"])
 def _scatter(addresses, values, count, PDL: tl.constexpr):
+    """Do _WORDS of the writes of `scatter`."""
     i = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
     pdl_wait(PDL)
     to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
@@ -25,8 +30,10 @@ def _scatter(addresses, values, count, PDL: tl.constexpr):
 def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
     """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`.
 
-    No address may occur twice.
+    No address may occur twice. The addresses may belong to any tensors on the device; an element of 8
+    bytes takes two writes.
     """
+    # As if of one row: PDL is early in steps of any size.
     _scatter[(triton.cdiv(count, _WORDS.value),)](
         addresses=addresses, values=values, count=count, **launch_options(4, 1)
     )
@@ -47,6 +54,7 @@ def _gather_inputs(
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Look up the id and the pool's token row of _TOKENS tokens, see `gather_inputs`."""
     token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     inside = token < num_tokens
     pdl_wait(PDL)
@@ -70,11 +78,14 @@ def gather_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Returns the token ids and the slot mapping, int64 `[T]` each.
 
+    The ids are read on the device, since the previous step may still be sampling them. The slot mapping has
+    the KV pool's token row for each token's key and value.
+
     Args:
         token_slots: int32 `[T]`, each token's request slot.
-        positions: int32 `[T]`.
-        token_pool: int32 `[slots, max_seq_len + 1]`.
-        page_table: int32 `[slots, columns]`.
+        positions: int32 `[T]`, each token's index in its sequence.
+        token_pool: int32 `[slots, max_seq_len + 1]`, the token ids of each request.
+        page_table: int32 `[slots, columns]`, the pages of each request.
         page_size: tokens per page.
         page_rows: the distance between two pages of the KV pool, in token rows.
     """
@@ -100,6 +111,7 @@ def gather_inputs(
 
 @triton.jit
 def _embed(ids, weight, output, start, num_rows, size, PDL: tl.constexpr):
+    """Copy _COLUMNS columns of one token's embedding, or zeros if another rank's shard has the token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
     inside = columns < size
@@ -112,7 +124,7 @@ def _embed(ids, weight, output, start, num_rows, size, PDL: tl.constexpr):
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """See `segue.kernels.ops.embed`."""
+    """See `segue.kernels.ops.embed`: `[T, N]`, with zeros for ids of other ranks' shards."""
     num_rows, size = weight.shape
     output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     _embed[(len(ids), triton.cdiv(size, _COLUMNS.value))](

@@ -3,7 +3,8 @@
 Each filter keeps the likeliest tokens down to a threshold logit, tokens equal to the threshold included. So a
 row's tokens need no sorting: one program searches for the threshold, dividing its range by four in each pass,
 and then draws among the tokens kept by Gumbel-max with noise per token, as
-`segue.sampling.gumbel_max.draw_candidates` does. A row is read about 25 times, mostly from the cache.
+`segue.sampling.gumbel_max.draw_candidates` does. A row is read about 25 times, mostly from the cache. Logits
+are compared as integer keys in the same order, so that a search over all keys ends after about 16 passes.
 """
 
 import triton
@@ -20,14 +21,14 @@ _DRAW_BLOCK = tl.constexpr(1024)
 
 @triton.jit
 def _load_logits(logits, token, vocab_size):
-    """Load logits; NaN becomes minus infinity."""
+    """Load logits; NaN becomes minus infinity. A row with NaN gets no token in the end, whatever is drawn."""
     x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def _sort_key(x):
-    """Returns integers that are in the order of the logits."""
+    """Returns int32 keys that are in the order of the logits, float32."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -42,7 +43,9 @@ def _relative_weight(x, top, inverse):
 def _find_threshold(logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl.constexpr):
     """Returns the largest key >= `low` for which at least `target` tokens have that key or more.
 
-    With BY_WEIGHT, their total weight is compared with `target`, not their number.
+    With BY_WEIGHT, their total weight is compared with `target`, not their number. The result is always in
+    [`low`, `high`), and each pass counts what lies above three keys that divide this range. `top` is the
+    row's largest logit.
     """
     high = _sort_key(top).to(tl.int64) + 1
     while high - low > 1:
@@ -83,7 +86,11 @@ def draw_filtered(
 ):
     """Draw a token for each row that has a temperature and a filter; -1 for the other rows.
 
-    Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines.
+    Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines. The tokens kept
+    have at least the key `low` and the weight `min_p`: top-k raises `low` first, then top-p does.
+
+    The arguments are those of `segue.kernels.triton.sampling.sample_plain`, where `filters` are `top_ks`,
+    `top_ps` and `min_ps`. `out` is int32 `[B]`.
     """
     i = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
