@@ -145,6 +145,13 @@ def test_a_third_name_is_refused() -> None:
         select("cpu,cpu,cpu", setting())
 
 
+@pytest.mark.parametrize("name", ["cpu,cpu-invariant", "cpu-invariant,cpu"])
+def test_two_backends_on_a_cpu_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}': on a CPU one backend does both halves; name one"):
+        select(name, setting())
+    assert select("cpu,cpu", setting()).name == "cpu"
+
+
 @pytest.mark.parametrize("name", ["warp", "cpu,warp", "warp,cpu", ""])
 def test_the_error_for_an_unknown_backend_names_it_and_all_backends(name: str) -> None:
     with pytest.raises(ConfigError) as error:

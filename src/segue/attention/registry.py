@@ -176,7 +176,10 @@ def select(name: str, setting: Setting) -> Selection:
         if prefill and prefill[-1][1] is entry:  # one entry serves both sizes, up to the larger one
             prefill.pop()
         prefill.append((int(max_tokens), entry))
-    return Selection(prefill=tuple(prefill), decode=_select(halves[-1], measured["decode"], setting))
+    decode = _select(halves[-1], measured["decode"], setting)
+    if setting.device.type == "cpu" and any(entry is not decode for _, entry in prefill):
+        raise _refusal(f"attention backend {name!r}: on a CPU one backend does both halves; name one")
+    return Selection(prefill=tuple(prefill), decode=decode)
 
 
 def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry:
