@@ -50,7 +50,8 @@ class StepProfile:
 class StepBench:
     """A scheduler and a runner in this process, without a frontend.
 
-    Steps run as in `segue.worker.loop`, with overlap but without messages.
+    Steps run as in `segue.worker.loop`, with overlap but without messages: a step is launched before the
+    results of the previous one are read. `_host_seconds` counts the time that this takes, without waits.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -78,14 +79,15 @@ class StepBench:
         Raises:
             ConfigError: so many rows, or so many tokens, do not fit.
         """
-        length = max(1, context - _WARM - _TIMED // 2)
+        length = max(1, context - _WARM - _TIMED // 2)  # half-way through the timed steps it is `context`
         prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)  # others decode meanwhile
-        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
+        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED  # no row may end before the last step
         self._check_fit(rows, length + max_tokens, prompt)
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)
-            self._add(str(i), i, length, params)
+            self._add(str(i), seed=i, length=length, params=params)
         scheduler = self._scheduler
+        # Until every row is prefilled and decodes.
         while scheduler.waiting or any(not r.wants_decode for r in scheduler.running.values()):
             self._run_step()
 
@@ -98,7 +100,7 @@ class StepBench:
         found = self._profile(
             f"decode, {rows} rows of {context} tokens{prompt_label}",
             step,
-            self._roofline(rows + prompt, rows * context + prompt, rows + (prompt > 0)),
+            self._roofline(rows + prompt, kv_tokens=rows * context + prompt, logits=rows + (prompt > 0)),
         )
         scheduler.abort(Abort(abort_all=True))
         return found
@@ -108,13 +110,16 @@ class StepBench:
 
         def step() -> None:
             self._add_prompt(tokens)
-            while self._scheduler.has_work:
+            while self._scheduler.has_work:  # a prompt longer than a chunk takes several steps
                 self._run_step()
                 self._read_results()
 
-        return self._profile(f"prefill of {tokens} tokens", step, self._roofline(tokens, tokens, 1))
+        return self._profile(
+            f"prefill of {tokens} tokens", step, self._roofline(tokens, kv_tokens=tokens, logits=1)
+        )
 
     def _profile(self, label: str, step: Callable[[], None], roofline_milliseconds: float) -> StepProfile:
+        """Call `step` to warm up, then to time it, and last with the profiler, which would slow it down."""
         for _ in range(_WARM):
             step()
         host, seconds = self._host_seconds, []
@@ -133,6 +138,10 @@ class StepBench:
         )
 
     def _check_fit(self, rows: int, tokens: int, prompt: int) -> None:
+        """Raise ConfigError unless all rows run at once, of up to `tokens` tokens, with prompts beside them.
+
+        If requests had to wait or were retracted, the steps would not be those that were asked for.
+        """
         limits = self.runner.limits
         num_prompts = 2 if prompt else 0  # the prompt of the step before is still running too
         pages = rows * ceil_div(tokens, limits.page_size)
@@ -155,6 +164,7 @@ class StepBench:
             )
 
     def _add_prompt(self, length: int) -> None:
+        """Add a new prompt of `length` tokens, which ends with its first output token."""
         self._num_prompts += 1
         self._add(f"p{self._num_prompts}", self._num_prompts, length, SamplingParams(max_new_tokens=1))
 
@@ -167,6 +177,7 @@ class StepBench:
             raise ConfigError(rejected.message)
 
     def _run_step(self) -> None:
+        """Plan and launch a step, and only then read the results of the previous one, as in serving."""
         begun = time.perf_counter()
         plan = self._scheduler.plan(begun)
         assert plan is not None
@@ -185,6 +196,10 @@ class StepBench:
             self._launched = None
 
     def _traced(self, step: Callable[[], None]) -> list[KernelTime]:
+        """Run some steps with torch's profiler; returns the time of each kernel, or operator on a CPU.
+
+        The profiler starts and stops on the thread of the steps, whose operators it records.
+        """
         on_cpu = self.runner.device.type == "cpu"
         activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
         trace = profile(activities=[activity], acc_events=True)
@@ -211,11 +226,13 @@ class StepBench:
     def _roofline(self, tokens: int, kv_tokens: int, logits: int) -> float:
         """Return the least ms: the weights and KV read once, or two operations per weight and token.
 
-        The head computes only `logits` rows. Only the experts that the tokens can choose count.
+        A step has `tokens` tokens and reads the KV of `kv_tokens`. The head computes only `logits` rows. Only
+        the experts that the tokens can choose are read, and only those that a token chooses compute.
         """
         bandwidth, flops = self._speed
         model, item = self._model, self.runner.dtype.itemsize
         head = model.vocab_size * model.hidden_size
+        # Weights in the layers: those that a step reads, and those that one token multiplies.
         read = work = self.runner.weight_bytes // item - head * (1 if model.tie_embeddings else 2)
         if model.moe is not None:
             layers = sum(model.is_sparse(index) for index in range(model.num_layers))
@@ -232,15 +249,17 @@ def _measure_device(device: torch.device, dtype: torch.dtype) -> tuple[float, fl
     """Measure the bytes moved per second and the operations per second, on random values."""
     size = 1 << (26 if device.type == "cpu" else 30)
     data = torch.empty(size, dtype=torch.uint8, device=device).random_().view(torch.int32)
-    square = torch.randn(512 if device.type == "cpu" else 8192, device=device).to(dtype)
-    matrix = torch.outer(square, square.flip(0))
+    vector = torch.randn(512 if device.type == "cpu" else 8192, device=device).to(dtype)
+    matrix = torch.outer(vector, vector.flip(0))
     copy = torch.empty_like(data)
     read = _seconds(lambda: copy.copy_(data), device)
     gemm = _seconds(lambda: matrix @ matrix, device)
-    return 2 * size / read, 2 * len(square) ** 3 / gemm
+    # A copy reads and writes each byte; a GEMM has a multiplication and an addition per three indices.
+    return 2 * size / read, 2 * len(vector) ** 3 / gemm
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of five runs, each awaited on the device."""
     best = float("inf")
     for _ in range(5):
         begun = time.perf_counter()

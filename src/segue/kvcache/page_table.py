@@ -14,7 +14,8 @@ class PageTable:
     """The block table: the pages of each running request, in order.
 
     `data` is int32 `[max_running + 1, align_up(ceil(max_seq_len / page_size), 32)]`; entries not in use hold
-    the scratch page. The last slot is that of the dummy request, which pads captured graphs.
+    the scratch page. The last slot is that of the dummy request, which pads captured graphs. A request slot
+    is a row of this table. A KV slot is the place of one token in the pool: `page * page_size + offset`.
     """
 
     def __init__(
@@ -34,12 +35,15 @@ class PageTable:
         self.data = torch.full((max_running + 1, columns), scratch_page, dtype=torch.int32, device=device)
 
     def assign(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Write `pages` into the columns `first`, `first + 1`, … of `slot`."""
+        """Write `pages` (page ids) into the columns `first`, `first + 1`, … of request slot `slot`."""
         self.data[slot, first : first + len(pages)] = torch.tensor(
             pages, dtype=torch.int32, device=self.data.device
         )
 
     def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the KV slots, int64 `[T]`, of the tokens at `positions` (int64) of `slots` (int)."""
+        """Return the KV slots, int64 `[T]`, of T tokens.
+
+        Token t is at `positions[t]` (int64) of the sequence in request slot `slots[t]` (any integer type).
+        """
         pages = self.data[slots, positions // self.page_size].to(torch.int64)
         return pages * self.page_size + positions % self.page_size

@@ -35,6 +35,8 @@ class KVPool:
 
     `data` is `[num_pages + 1, num_layers, 2, page_size, num_kv_heads, head_dim]` (2: key, value), so a page
     of all layers is contiguous. Token `offset` of page `page` has the KV slot `page * page_size + offset`.
+    Kernels address memory by token row: a row is the `num_kv_heads * head_dim` numbers of one token, key or
+    value, in one layer, and the rows of one layer's page are `page_rows` behind those of the page before.
     The last page is the scratch page: padding writes there, and nothing reads it.
     """
 
@@ -48,6 +50,7 @@ class KVPool:
         self.data = data.view(shape.dtype).view(-1, *page)
         rows = self.data.view(-1, shape.num_kv_heads * shape.head_dim)
         # Views of `data`, by layer: the keys and the values by token row, `[*, num_kv_heads * head_dim]`.
+        # Each begins at that layer's first row, so a token has the same row index in all of them.
         self.key_rows = [rows[2 * layer * shape.page_size :] for layer in range(shape.num_layers)]
         self.value_rows = [rows[(2 * layer + 1) * shape.page_size :] for layer in range(shape.num_layers)]
 
@@ -62,7 +65,10 @@ class KVPool:
         return self.num_layers * 2 * self.page_size
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Return the indices into `key_rows` and `value_rows`, of any layer, of KV slots (int64 `[T]`)."""
+        """Turn KV slots (int64 `[T]`) into indices into the `key_rows` and `value_rows` of any layer.
+
+        The layout stores all layers of a page together, so KV slots of two pages are further apart in memory.
+        """
         return slots + slots // self.page_size * (self.page_rows - self.page_size)
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:

@@ -19,7 +19,7 @@ class Node:
     __slots__ = ("children", "key", "last_used", "locks", "page", "parent")
 
     def __init__(self, parent: Node | None, key: Key, page: int) -> None:
-        self.parent = parent
+        self.parent = parent  # None: a root, or a node that has been removed
         self.key = key
         self.page = page
         self.children: dict[Key, Node] = {}
@@ -43,9 +43,12 @@ class PrefixCache:
         self._num_locked = 0
         self._num_hidden = 0  # paths hidden so far
         self._roots: dict[int, Node] = {}
-        self._hidden = Node(None, (), -1)  # the root of nodes that requests can no longer match
+        self._hidden = Node(
+            parent=None, key=(), page=-1
+        )  # the root of nodes that requests can no longer match
         self._clock = 0
-        # A heap of (last_used, page, node); stale entries are skipped.
+        # A heap of (last_used, page, node). An entry is stale, and skipped, once its node has been used
+        # again, locked, extended or removed.
         self._leaves: list[tuple[int, int, Node]] = []
 
     @property
@@ -54,11 +57,11 @@ class PrefixCache:
         return self.num_pages - self._num_locked
 
     def root(self, epoch: int) -> Node:
-        """Return the root of an epoch of the weights."""
+        """Return the root of an epoch of the weights. A new epoch's call drops old roots without pages."""
         node = self._roots.get(epoch)
         if node is None:
             self._roots = {e: root for e, root in self._roots.items() if root.children}
-            node = self._roots[epoch] = Node(None, (), -1)
+            node = self._roots[epoch] = Node(parent=None, key=(), page=-1)
         return node
 
     def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
@@ -129,6 +132,7 @@ class PrefixCache:
     def discard(self, node: Node) -> list[int]:
         """Remove ``node`` and its ancestors, up to the first one that has a lock or another child.
 
+        Unlike :meth:`evict`, this frees the pages of one sequence, however recently they were used.
         Returns the page ids, which the caller may reuse.
         """
         pages: list[int] = []
@@ -142,6 +146,7 @@ class PrefixCache:
     def hide(self, node: Node) -> None:
         """Hide the first page on the path to ``node``, and all its descendants, from :meth:`match`.
 
+        The first page moves to the hidden root under a key that no page has, so no request finds it again.
         Holders keep the nodes that they have locked; nodes without a lock are evicted as usual.
         """
         for top in node.path():
@@ -161,6 +166,7 @@ class PrefixCache:
                 yield node
 
     def _remove(self, node: Node) -> None:
+        """Take a leaf without a lock out of the tree; its parent may now be such a leaf itself."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -170,6 +176,7 @@ class PrefixCache:
             self._push_leaf(parent)
 
     def _push_leaf(self, node: Node) -> None:
+        """Note a leaf without a lock for eviction. The heap is built anew once most entries are stale."""
         heapq.heappush(self._leaves, (node.last_used, node.page, node))
         if len(self._leaves) > 2 * self.num_pages + 64:
             leaves = {id(n): (n.last_used, n.page, n) for n in self.nodes() if not n.locks and not n.children}

@@ -64,7 +64,7 @@ class Layout:
         for spec in specs:
             assert spec.name not in table, f"two tensors are called {spec.name!r}"
             needed = round_up(spec.num_bytes, ALIGNMENT)
-            if not sizes or 0 < sizes[-1] > slab_bytes - needed:
+            if not sizes or 0 < sizes[-1] > slab_bytes - needed:  # the last slab is in use and has no room
                 sizes.append(0)
             slab, offset = len(sizes) - 1, sizes[-1]
             table[spec.name] = Entry(
@@ -121,7 +121,10 @@ class Arena:
 
 
 def bind(model: nn.Module, arena: Arena) -> None:
-    """Replace every parameter of `model`, usually on meta, by its view of `arena`. Tied ones share a view."""
+    """Replace every parameter of `model`, usually on meta, by its view of `arena`.
+
+    Tied parameters have one entry in the arena, under the name that torch lists first, and share its view.
+    """
     primary = {id(parameter): name for name, parameter in model.named_parameters()}
     views = {name: nn.Parameter(arena.view(name), requires_grad=False) for name in primary.values()}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

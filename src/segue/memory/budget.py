@@ -1,4 +1,7 @@
-"""The number of KV pages: the page-count formula, and the ranks' agreement on free memory."""
+"""The number of KV pages: the page-count formula, and the ranks' agreement on free memory.
+
+Every pool has one page more than it is said to have: the scratch page, which padding writes to.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +110,10 @@ def afford_graphs(demand: Demand, num_kv_tokens: int | None = None) -> bool:
 
 
 def _automatic_pages(demand: Demand) -> tuple[int, str]:
+    """Return the smallest of all limits on the number of pages, and for the log what set that limit.
+
+    Free memory always limits it. On a CPU two further limits keep the pool from taking all of the host.
+    """
     limits = [(formula_pages(demand), "free memory")]
     if demand.pool_limit is not None:
         full_length = max(MIN_PAGES, demand.max_running_requests * ceil_div(demand.max_len, demand.page_size))
@@ -129,6 +136,10 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
 
 
 def _explicit_pages(demand: Demand, num_kv_tokens: int) -> int:
+    """Return the pages for the number of tokens that the user has set; refuse it if it cannot work.
+
+    Here `memory_ratio` does not apply: the user's number may use all memory that is free.
+    """
     num_pages = ceil_div(num_kv_tokens, demand.page_size)
     needed = _explicit_bytes(demand, num_pages)
     if needed > demand.free_before:
@@ -147,6 +158,7 @@ def _explicit_pages(demand: Demand, num_kv_tokens: int) -> int:
 
 
 def _explicit_bytes(demand: Demand, num_pages: int) -> int:
+    """Return the bytes of weights, reserves and `num_pages` KV pages, for all ranks that share the memory."""
     each = demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
     return demand.local_ranks * each
 

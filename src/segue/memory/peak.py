@@ -39,9 +39,13 @@ class PeakMeter:
 
 
 def _reset_resident_peak() -> int:
+    """Let the kernel forget the process's peak of resident memory; returns the bytes to compare with.
+
+    These are the bytes resident now, or the highest peak so far if the kernel cannot forget it.
+    """
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:  # some sandboxes lack it: then only growth beyond the highest peak so far is measured
+    except OSError:  # some sandboxes lack this file
         return _resident_peak()
     return _status("VmRSS") or _resident_peak()
 

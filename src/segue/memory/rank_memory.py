@@ -54,7 +54,7 @@ class PrivateMemory:
         self._take = backing.pageable if device.type == "cpu" else partial(backing.on_device, device=device)
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
-        """See `RankMemory.load`."""
+        """See `RankMemory.load`; memory is taken when `fill` first asks for the arena, and not before."""
         arena = cache(partial(Arena.take, layout, self._take))
         fill(arena)
         return arena()
@@ -71,7 +71,7 @@ class PrivateMemory:
             return Arena.take(layout, backing.page_locked)
 
     def release(self, arena: Arena, place: Place) -> None:
-        """See `RankMemory.release`."""
+        """See `RankMemory.release`: unlocks pinned memory; all other memory is freed with its tensors."""
         if self.device.type == "cuda" and place == "host":
             with torch.cuda.device(self.device):
                 for slab in arena.slabs:

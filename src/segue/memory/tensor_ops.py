@@ -18,7 +18,11 @@ BLOCK_CUDA = 1 << 22
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy and cast `source` to `target`, of equal shape; asynchronous between a device and pinned memory."""
+    """Copy and cast `source` to `target`, of equal shape; asynchronous between a device and pinned memory.
+
+    A copy from a device to the host casts block by block, so that the casts take little memory there. A copy
+    within the host stays on one thread: numpy copies equal dtypes, and torch casts small blocks.
+    """
     if target.is_cuda:
         target.copy_(source, non_blocking=True)
     elif source.is_cuda:
@@ -37,9 +41,13 @@ def as_sent(block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def are_finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
-    """Return for each tensor whether it has no infinity and no NaN once it is cast to `dtype`."""
+    """Return for each tensor whether it has no infinity and no NaN once it is cast to `dtype`.
+
+    Tensors on CUDA are checked all together, because every answer that the host reads waits for the device.
+    """
     on_cuda = [tensor for tensor in tensors if tensor.is_cuda and tensor.numel()]
     found = iter(_are_finite_on_cuda(on_cuda, dtype) if on_cuda else ())
+    # If the steps run on CUDA, tensors of the host are checked in large blocks: the cores are free.
     steps_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     limit = BLOCK_CUDA if steps_on_cuda else BLOCK
     return [
@@ -60,7 +68,11 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _are_finite_on_cuda(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[bool]:
-    """As `are_finite`, for non-empty CUDA tensors. It waits for the device at most twice."""
+    """As `are_finite`, for non-empty CUDA tensors. It waits for the device at most twice.
+
+    One kernel checks all tensors that it supports. For each other tensor the least and the greatest value are
+    checked after the cast: they are NaN if any value is.
+    """
     from segue.kernels.triton import grouped_copy
 
     by_kernel = [grouped_copy.can_check_finite(tensor, dtype) for tensor in tensors]
@@ -95,7 +107,7 @@ class Copies:
             self._grouped = GroupedCopy(grouped, in_background=in_background)
 
     def write(self) -> None:
-        """Copy; on CUDA as the current stream's next work. No address changes."""
+        """Do all prepared copies; on CUDA they are launched on the current stream. No address changes."""
         if self._grouped is not None:
             self._grouped()
         for to, source in self._rest:
@@ -121,6 +133,7 @@ def equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _is_finite(block: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a block is finite in `dtype`: its extremes are, and they are NaN if any value is NaN."""
     if not block.numel():
         return True
     low, high = torch.aminmax(block)
@@ -137,7 +150,10 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _blocks(one: Tensor, other: Tensor, *, limit: int = BLOCK) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split two tensors of equal shape into blocks of whole rows, of at most `limit` elements each."""
+    """Split two tensors of equal shape into pairs of blocks of whole rows, of at most `limit` elements each.
+
+    If one row has more elements, it is split itself.
+    """
     if one.numel() <= limit:
         yield one, other
         return

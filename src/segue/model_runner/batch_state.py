@@ -82,7 +82,7 @@ class BatchState:
         self.token_pool = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
-        # both are the same memory.
+        # both are the same memory. A block holds the columns of one dtype, `[columns, slots]`.
         self._host_blocks: list[NDArray[Any]] = [
             np.zeros((len(_FLOATS), num_slots), dtype=np.float32),
             np.zeros((len(_INTEGERS), num_slots), dtype=np.int64),
@@ -100,7 +100,10 @@ class BatchState:
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
-        """Return an upper bound of the bytes on the device, at most 128 bytes per slot too large."""
+        """Return an upper bound of the bytes on the device, at most 128 bytes per slot too large.
+
+        It is needed before the state is made, to decide how much memory is left for KV pages.
+        """
         table = 4 * (max_seq_len // page_size + 32)
         tokens = 4 * (max_seq_len + 1)
         columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
@@ -136,6 +139,11 @@ class BatchState:
         self.token_pool[where[0], where[1]] = tokens.clamp(min=0).to(torch.int32)
 
     def _add_slots(self, new_slots: Sequence[NewSlot]) -> None:
+        """Put new requests into their slots: their known tokens and their sampling parameters.
+
+        On CUDA the parameters are first written to the host's columns, and those of all new slots are then
+        sent to the device together.
+        """
         for new in new_slots:
             tokens = np.frombuffer(new.tokens, dtype=np.int32)
             pool = self.token_pool
@@ -148,10 +156,11 @@ class BatchState:
         if self.device.type != "cpu":
             changed = np.array([new.slot for new in new_slots])
             for host, device in zip(self._host_blocks, self._device_blocks, strict=True):
-                index = np.arange(len(host))[:, None] * host.shape[1] + changed
+                index = np.arange(len(host))[:, None] * host.shape[1] + changed  # in the flattened block
                 self.writer.write(device, index.ravel(), host[:, changed].ravel())
 
     def _set_columns(self, slot: int, prompt_len: int, params: SamplingParams) -> None:
+        """Write a request's sampling parameters to the host's columns, in the form that kernels read."""
         host = self.host
         temperature = min(max(params.temperature, _LOWEST_TEMPERATURE), _HIGHEST_TEMPERATURE)
         host.inverse_temperature[slot] = 1.0 / temperature if params.temperature > 0 else 0.0
@@ -161,12 +170,13 @@ class BatchState:
         host.presence_penalty[slot] = params.presence_penalty
         host.frequency_penalty[slot] = params.frequency_penalty
         host.repetition_penalty[slot] = params.repetition_penalty
-        host.seed[slot] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        host.seed[slot] = (params.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped into the range of int64
         host.prompt_len[slot] = prompt_len
         host.min_len[slot] = prompt_len + params.min_new_tokens
         host.num_top[slot] = params.logprobs
 
     def _set_extras(self, slot: int, params: SamplingParams) -> None:
+        """Keep a slot's logit bias and its mask on stop tokens, or nothing if the request has neither."""
         masks_stops = params.min_new_tokens > 0 and params.stop_token_ids
         if not masks_stops and not params.logit_bias:
             self.extras.pop(slot, None)
@@ -179,12 +189,18 @@ class BatchState:
         )
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Write page ids to the page table; each item is (slot, index of the first page, page ids)."""
         table, columns = self.page_table.data, self.page_table.data.shape[1]
         index = [slot * columns + first + i for slot, first, ids in pages for i in range(len(ids))]
         values = [page for _, _, ids in pages for page in ids]
         self.writer.write(table, np.array(index, dtype=np.int64), np.array(values, dtype=np.int32))
 
     def _advance(self, arrays: PlanArrays) -> None:
+        """Set the lengths of the plan's slots to those after the step, and check that none was skipped.
+
+        Raises:
+            PlanError: a sequence does not start where its slot ends. A new slot may start anywhere.
+        """
         slots, starts = arrays.slots, arrays.starts
         known = self.lengths[slots]
         wrong = (known != starts) & (known >= 0)
@@ -212,14 +228,18 @@ class DeviceWriter:
 
 
 class CUDAWriter(DeviceWriter):
-    """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done."""
+    """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done.
+
+    Single elements of several tensors are written with one copy to the device and one kernel. A buffer holds
+    the byte addresses (8 bytes each) and then the values (4-byte words, two for an element of 8 bytes).
+    """
 
     _RING = 4
 
     def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
         """Allocate the ring. `capacity` counts the 4-byte words of one copy; more words take several."""
         self._capacity = capacity
-        size = (self._RING, 3 * capacity)
+        size = (self._RING, 3 * capacity)  # int32: an address takes two, a value one
         self._staged = backing.pinned(size, torch.int32, device)
         self._received = torch.empty(size, dtype=torch.int32, device=device)
         self._copied = [torch.Event(device) for _ in range(self._RING)]
@@ -228,15 +248,17 @@ class CUDAWriter(DeviceWriter):
         self._values: list[NDArray[np.int32]] = []
 
     def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """See `DeviceWriter.write`: notes addresses and words; `flush` sends them."""
         size = tensor.element_size()
         addresses = tensor.data_ptr() + index * size
         words = np.ascontiguousarray(values).view(np.int32)
-        if size == 8:
+        if size == 8:  # two words, the second one at the next address
             addresses = (addresses[:, None] + np.array([0, 4])).ravel()
         self._addresses.append(addresses)
         self._values.append(words)
 
     def flush(self) -> None:
+        """Copy all noted words to the device and launch the kernel that scatters them to their addresses."""
         from segue.kernels.triton.step_inputs import scatter
 
         if not self._addresses:
@@ -246,7 +268,7 @@ class CUDAWriter(DeviceWriter):
         for start in range(0, len(values), self._capacity):
             count = min(self._capacity, len(values) - start)
             ring_index, self._next = self._next, (self._next + 1) % self._RING
-            self._copied[ring_index].synchronize()
+            self._copied[ring_index].synchronize()  # its last copy may not have read the buffer yet
             staged, received = self._staged[ring_index], self._received[ring_index]
             host = staged.numpy()
             host[: 2 * count].view(np.int64)[:] = addresses[start : start + count]

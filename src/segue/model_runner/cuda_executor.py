@@ -40,11 +40,17 @@ from segue.sampling.logprobs import Logprobs
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CUDAExecutor(StepExecutor):
-    """Runs step plans on the current stream of one rank."""
+    """Runs step plans on the current stream of one rank.
+
+    A step has two parts: the forward pass up to the hidden states of the tokens that sample, and sampling.
+    A decode graph has both parts in one. Other steps run a graph, or eager kernels, for each. Sampled tokens
+    go to the token pool, where the next step reads them, and to a ring of pinned lines, where the host reads
+    them: step n uses line `n % RING`. Rows are sequences that decode or sample.
+    """
 
     backend: PagedBackend
-    max_rows: int
-    chunk: int
+    max_rows: int  # sequences per step
+    chunk: int  # prompt tokens per step
     row_buckets: Sequence[int] | None = None  # these two replace the default capture sizes
     token_buckets: Sequence[int] | None = None
     self_check: bool = False  # compare the outputs of every replay with those of the same step run eagerly
@@ -56,12 +62,12 @@ class CUDAExecutor(StepExecutor):
         model, state, max_rows = self.model, self.state, self.max_rows
         collectives = model.collectives
         self._vocab_shard: VocabShard | None = None
-        self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")
+        self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the others run eagerly
         if isinstance(collectives.fused_all_reduce, OneShotAllReduce):
             self._vocab_shard = VocabShard(
                 collectives.fused_all_reduce, model.shard.vocab_start, model.config.vocab_size
             )
-            self._captured_modes = ("plain",)
+            self._captured_modes = ("plain",)  # each rank draws from its shard; filters need all shards
         elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
             self._captured_modes = ()
         self._inputs = DeviceInputs(
@@ -76,6 +82,7 @@ class CUDAExecutor(StepExecutor):
         self._logprob_ring = backing.pinned((RING, max_rows), torch.float32, state.device).zero_()
         self._max_tokens = self.chunk + max_rows
         self._max_captured = max_forward_graph_tokens(model.config.num_layers, model.weights_per_token())
+        # For the self-check: what the replays of a kind write, to be compared with an eager run.
         self._checked_logits = None
         if self.self_check:
             self._checked_logits = torch.zeros((max_rows, model.shard.vocab_size), device=weight.device)
@@ -129,9 +136,9 @@ class CUDAExecutor(StepExecutor):
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Compile the kernels of steps above the largest forward graph.
+        """Compile the kernels of steps above the largest forward graph; captures compile those of the others.
 
-        Returns the bytes of the device that are free afterwards.
+        Returns the bytes of the device that are free afterwards, to measure what the graphs take.
         """
         for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
             self._run_forward(self._shape(tokens))
@@ -179,6 +186,8 @@ class CUDAExecutor(StepExecutor):
             hidden = self._run_eagerly(arrays, ring_index, needs_all_hidden=bool(runs))
         else:
             self._replay(arrays, ring_index, route)
+        # The general sampler serves the modes that no graph samples in. For the other modes sampling starts
+        # here, unless the decode graph has done it.
         if count and plan.sampling_mode not in self._captured_modes:
             sampled = self._sample(arrays, self._sampled_hidden[:count])
         else:
@@ -201,6 +210,11 @@ class CUDAExecutor(StepExecutor):
         self._graphs[route.kind].replay(route.size, rows)
 
     def _run_eagerly(self, arrays: PlanArrays, ring_index: int, *, needs_all_hidden: bool) -> Tensor:
+        """Load the inputs of a step and run its forward pass without a graph and without padding.
+
+        Returns the model's hidden states: of all tokens if they are needed or no token samples, else of the
+        tokens that sample. The latter are in `_sampled_hidden` in any case.
+        """
         plan, logits = arrays.plan, len(arrays.sample_slots)
         shape = StepShape(
             tokens=plan.num_tokens,
@@ -215,6 +229,7 @@ class CUDAExecutor(StepExecutor):
         return self._run_forward(shape)
 
     def _sample_after_forward(self, count: int) -> None:
+        """Sample the first `count` rows of `_sampled_hidden`, with a graph if one is large enough."""
         bucket = find_bucket(self._capture_sizes.sampling, count)
         if bucket is None:
             self._run_sampling(count)
@@ -222,16 +237,22 @@ class CUDAExecutor(StepExecutor):
             self._graphs["sampling"].replay(bucket, count)
 
     def _shape(self, tokens: int) -> StepShape:
+        """Return the shape of the forward graph of `tokens` tokens: room for decode rows and prompts."""
         rows = min(tokens, self.max_rows)
         blocks = self._inputs.max_blocks(tokens, min(max_prompts(tokens), self.max_rows))
         return StepShape(tokens=tokens, decode=rows, sequences=rows, blocks=blocks, logits=rows)
 
     def _prefill_shape(self, tokens: int) -> StepShape:
+        """Return the shape of the prefill graph of `tokens` tokens: room for prompts only."""
         rows = min(tokens, self.max_rows, max_prefill_prompts(tokens))
         blocks = self._inputs.max_blocks(tokens, rows)
         return StepShape(tokens=tokens, decode=0, sequences=rows, blocks=blocks, logits=rows)
 
     def _run_forward(self, shape: StepShape) -> Tensor:
+        """Run the model on the inputs that are loaded, and copy the sampling tokens' states for sampling.
+
+        This is what a forward graph captures. Returns the model's output, see `StepShape.sampled_only`.
+        """
         hidden: Tensor = self.model(self._inputs.context(shape))
         if shape.sampled_only:
             self._sampled_hidden[: shape.logits].copy_(hidden)
@@ -241,14 +262,20 @@ class CUDAExecutor(StepExecutor):
         return hidden
 
     def _run_decode(self, size: int) -> None:
+        """Run a decode step of `size` rows, from token ids to sampled tokens: a decode graph's content."""
         hidden = self.model(self._inputs.decode_context(size))
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
     def _run_sampling(self, size: int) -> None:
+        """Sample `size` rows of `_sampled_hidden`: a sampling graph's content."""
         slots, positions = self._inputs.sample_slots[:size], self._inputs.sample_positions[:size]
         self._sample_plain(self._sampled_hidden[:size], slots, positions)
 
     def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Compute the logits of `hidden` and sample a token per row, into the token pool and the ring.
+
+        `positions` are those of the tokens to sample, in the sequences of the request slots `slots`.
+        """
         logits = self.model.lm_head(hidden)  # this rank's shard of the vocabulary, padding included
         if self._checked_logits is not None:
             self._checked_logits[: len(logits)].copy_(logits)
@@ -269,13 +296,16 @@ class CUDAExecutor(StepExecutor):
         )
 
     def _from_ring(self, arrays: PlanArrays, ring_index: int) -> Sampled:
-        """Return views of the ring, which plain sampling fills when the step has run."""
+        """Return views of the ring, which plain sampling fills when the step has run.
+
+        A step in a captured mode reports the chosen tokens' log-probabilities at most, and no alternatives.
+        """
         num_top = self.state.host.num_top[arrays.sample_slots]
         count = len(num_top)
         tokens = self._ring[ring_index, :count]
         if not (num_top >= 0).any():
             return Sampled(tokens=tokens)
-        none = torch.empty((count, 0))
+        none = torch.empty((count, 0))  # no alternatives
         logprobs = Logprobs(
             tokens=tokens,
             chosen=self._logprob_ring[ring_index, :count],

@@ -50,6 +50,7 @@ class ComputeStream:
         self._executor.shutdown(wait=True)
 
     def _run(self, work: Callable[[], Result]) -> Result:
+        """Run one piece of work, or raise the error of an earlier one that failed."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -69,6 +70,7 @@ class CUDAStream(ComputeStream):
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` here and now, with the stream as current one: its kernels are queued, not awaited."""
         done: Future[Result] = Future()
         with self._lock, self._stream:
             try:
@@ -173,12 +175,16 @@ class StepExecutor:
         runs = arrays.prompt_runs()
         context = context_of(arrays, self.state, self.kv, self.backend, all_hidden=bool(runs))
         hidden = sampled_hidden = self.model(context)
-        if len(hidden) != len(arrays.sample_slots):
+        if len(hidden) != len(arrays.sample_slots):  # the model has returned the states of all tokens
             sampled_hidden = hidden[torch.from_numpy(arrays.last_tokens)]
         return self._result(arrays, started, self._sample(arrays, sampled_hidden), hidden, runs)
 
     def _sample(self, arrays: PlanArrays, hidden: Tensor) -> Sampled:
-        """Sample from the hidden states of the sequences that sample; the order is that of the plan."""
+        """Sample from the hidden states of the sequences that sample; the order is that of the plan.
+
+        Only rank 0 has the logits of the whole vocabulary. It samples, and the other ranks receive its
+        tokens, because every rank needs them as inputs of the next step.
+        """
         slots, positions = arrays.sample_slots, arrays.sample_positions
         logits = self.model.logits(hidden) if len(slots) else None
         if logits is not None:
@@ -200,7 +206,11 @@ class StepExecutor:
         eager: EagerReason | None = "disabled",
         padded_tokens: int = 0,
     ) -> DeviceStepResult:
-        """Return the step's results, and start their copies to the host; `hidden` are those of all tokens."""
+        """Return the step's results, and start their copies to the host.
+
+        `runs` are prompt tokens whose log-probabilities are requested; if there are any, `hidden` has the
+        states of all tokens of the step, and otherwise it is not read.
+        """
         prompt_parts = {run.slot: self._prompt_logprobs(hidden, run) for run in runs}
         device, on_cpu = self.state.device, self.state.device.type == "cpu"
         result = DeviceStepResult(
@@ -222,7 +232,10 @@ class StepExecutor:
         return result
 
     def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
-        """Return the log-probabilities of a run of prompt tokens, in parts; on ranks other than 0 none."""
+        """Return the log-probabilities of a run of prompt tokens, in parts; on ranks other than 0 none.
+
+        `hidden` are those of all tokens of the step.
+        """
         # All logits of a chunk at once would be hundreds of MB.
         size = max(1, self.logits_bytes // (4 * self.model.config.vocab_size))
         known = self.state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)

@@ -8,7 +8,8 @@ The kinds of graphs share one memory pool:
 - `prefill`: a forward graph without room for decode rows.
 - `sampling`: logits and plain sampling, replayed after any kind but `decode`; one graph per number of rows.
 
-Further kinds, for steps of prompts alone, register themselves, as the grid does (`grid.py`).
+Further kinds, for steps of prompts alone, register themselves, as the grid does (`grid.py`). A row is a
+sequence that decodes or samples. A bucket is a size that is captured: a step is padded up to it.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ class Graphs(Generic[Size]):
             self._check(size, self.checked[:rows])
 
     def _check(self, size: Size, output: Tensor) -> None:
+        """Run the step again, eagerly on the same inputs, and compare its `output` with that of the replay.
+
+        The output is NaN in between, so that a row that the eager run does not write is noticed too.
+        """
         replayed = output.clone()
         output.fill_(float("nan"))
         self.run(size)
@@ -141,9 +146,11 @@ class Route(NamedTuple):
 def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
     """Choose the smallest graph that holds a step.
 
-    The route depends on the arguments only, so all ranks choose the same one.
+    The kinds are tried in this order: decode, the registered kinds, prefill, forward. The route depends on
+    the arguments only, so all ranks choose the same one.
     """
     count, sequences = plan.num_tokens, len(plan.slots)
+    # A decode graph also samples, so it serves only the modes that it was captured with.
     if not capture_sizes.forward and not capture_sizes.decode:
         return Route("eager", count, reason="disabled")
     if plan.num_decode == sequences and plan.sampling_mode in capture_sizes.sampling_modes:
@@ -156,6 +163,7 @@ def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
         route = choose(plan)
         if route is not None:
             return route
+    # A prefill graph is taken unless the forward graph pads less.
     tokens = find_bucket(capture_sizes.forward, count)
     prefill = find_bucket(capture_sizes.prefill, count) if plan.num_decode == 0 else None
     if prefill is not None and sequences <= max_prefill_prompts(prefill) and prefill <= (tokens or prefill):
@@ -225,7 +233,7 @@ def token_sizes(
     while size + step <= min(max_tokens, max_captured):
         size += step
         sizes.append(size)
-        if size >= 256 and size == 16 * step:
+        if size >= 256 and size == 16 * step:  # beyond 256 tokens padding stays below an eighth
             step *= 2
     return [*sizes, max_tokens] if size < max_tokens <= max_captured else sizes
 

@@ -1,6 +1,7 @@
-"""The grid: graphs of prompts without decode, each padded at its front to one length (an option).
+"""The grid: graphs of steps of prompts alone, each prompt padded at its front to one length.
 
-There is one graph per number and length of prompts. A backend's part of it is in `attention/base.py`.
+The option is `--enable-batch-prefill-cuda-graph`. There is one graph per number and length of prompts. A
+backend's part of it is in `attention/base.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ GridSize = tuple[int, int]  # prompts, tokens per prompt
 def register(executor: CUDAExecutor, sizes: Sequence[GridSize]) -> None:
     """Let `executor` capture and replay the grid of `sizes`, which its backend must support."""
     if sizes:
+        # The backend gets the largest number of prompts and the largest length.
         executor.backend.init_batch_prefill_cuda_graph_state(*map(max, zip(*sizes, strict=True)))
         executor.register("grid", sizes, _shape, choose, warm_ups=2)
 
@@ -68,6 +70,14 @@ def resolve_grid(
     """Return the sizes of the grid.
 
     There are none if the option is off, or if the grid cannot be used; in the second case a warning says why.
+
+    Args:
+        config: the options of the user.
+        resolved: the sizes that limit a step.
+        backend: the attention backend, which must support the grid.
+        name: the name of the backend, for the warning.
+        moe: whether the model has experts.
+        captures: whether this runner captures graphs at all.
     """
     if not config.enable_batch_prefill_cuda_graph:
         return []
@@ -103,6 +113,7 @@ def resolve_grid(
 
 
 def _shape(size: GridSize) -> StepShape:
+    """Return the shape of a step of one grid size. The backend makes its query blocks, so it has none."""
     count, length = size
     return StepShape(
         tokens=count * length, decode=0, sequences=count, blocks=0, logits=count, prompt_len=length

@@ -78,7 +78,11 @@ class PlanArrays:
         return self.ends[self.samples] - 1
 
     def prompt_runs(self) -> list[PromptRun]:
-        """Return the runs of prompt tokens whose log-probabilities the plan requests."""
+        """Return the runs of prompt tokens whose log-probabilities the plan requests.
+
+        A sequence has a run if it needs more logits than the one that samples. The logits at one position
+        score the token at the next, so the run begins one position after its first logits.
+        """
         plan = self.plan
         # The last logits of a sampling sequence are for the token to sample.
         counts = np.array(plan.num_logits, dtype=np.int64) - self.samples

@@ -81,6 +81,7 @@ def measure_activations(
 
 
 def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
+    """Log that the profile run takes long, if its estimate is above `_LONG_S` seconds."""
     speed = _CPU_SPEED if resolved.device.type == "cpu" else _CUDA_SPEED
     seconds = 2 * model.weights_per_token() * resolved.max_step_tokens / speed
     if seconds > _LONG_S:
@@ -95,6 +96,10 @@ def _announce(model: Decoder, resolved: ResolvedConfig) -> None:
 
 
 def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, shape: AttentionShape) -> int:
+    """Run one prefill of `max_step_tokens` zero tokens, and return the peak of its temporaries in bytes.
+
+    The step needs a KV pool and a page table of its own, which are freed when it has ended.
+    """
     q_lens = _split(resolved.max_step_tokens, resolved.max_len)
     pages_each = ceil_div(max(q_lens), resolved.page_size)
     take = partial(backing.zeros, device=resolved.device)
@@ -107,7 +112,7 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
         device=resolved.device,
     )
     for slot in range(len(q_lens)):
-        table.assign(slot, 0, range(slot * pages_each, (slot + 1) * pages_each))
+        table.assign(slot, first=0, pages=range(slot * pages_each, (slot + 1) * pages_each))
     num_tokens = sum(q_lens)
     ctx = Context.build(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=resolved.device),
@@ -135,4 +140,5 @@ def make_pool(
 
 
 def _split(total: int, max_len: int) -> list[int]:
+    """Return the lengths of sequences of up to `max_len` tokens that have `total` tokens together."""
     return [min(max_len, total - start) for start in range(0, total, max_len)]

@@ -86,6 +86,10 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
 
 
 def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
+    """Return the device of this rank: the CPU, or the CUDA device with the rank's number.
+
+    With `auto` it is CUDA if torch sees a device. Raises ConfigError or TensorParallelError if none fits.
+    """
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu" or (config.device == "auto" and not has_cuda):
         return torch.device("cpu")
@@ -99,6 +103,7 @@ def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
 
 
 def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise the reason why `--deterministic` cannot be kept on this CUDA device, if there is one."""
     remedy, capability = "or leave --deterministic out", torch.cuda.get_device_capability(device)
     if tp.size > 1:
         raise TensorParallelError(
@@ -127,6 +132,7 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
 
 
 def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
+    """Return the user's dtype; with `auto`, float16 for float16 checkpoints and bfloat16 for all others."""
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype

@@ -44,13 +44,13 @@ class ModelRunner:
         """
         self._startup = made = Startup(config, source, tp, run_dir)
         first, *rest = steps = made.steps()
-        _take([first], len(steps), report)
+        _run_steps([first], len(steps), report)  # chooses the device, whose stream runs the others
         self.tp = tp
         self.device, self.dtype = made.resolved.device, made.resolved.dtype
         self._stream = make_stream(self.device)
         # On the stream of the steps: if two threads ran parallel operations, GNU's OpenMP would count more
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
-        self._stream.submit(partial(_take, rest, len(steps), report)).result()
+        self._stream.submit(partial(_run_steps, rest, len(steps), report)).result()
         self._executor = made.executor
         self.limits = made.limits
         self.vocab_size = source.config.vocab_size
@@ -95,9 +95,13 @@ class ModelRunner:
         self._stream.close()
 
 
-def _take(
+def _run_steps(
     steps: list[tuple[str, Callable[[], Made]]], num_steps: int, report: Callable[[InitStep, int], None]
 ) -> None:
+    """Run steps of the start in order, and report each with its seconds, its bytes and what it says.
+
+    `num_steps` counts all steps of the start, which are run in two parts, for the reports.
+    """
     for name, step in steps:
         started = time.monotonic()
         num_bytes, detail = step()

@@ -64,8 +64,8 @@ class Sampler:
                 "filtered" top-k, top-p and min-p are allowed too; "full" allows everything.
         """
         num_top = self._state.host.num_top[slots]
-        requested = (num_top >= 0).nonzero()[0]
-        raw = logits
+        requested = (num_top >= 0).nonzero()[0]  # the rows whose log-probabilities are requested
+        raw = logits  # of these rows; copied where other rows exist or penalties overwrite the logits
         if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
             raw = logits[self._index(requested)]
         if sampling_mode == "full":
@@ -80,6 +80,11 @@ class Sampler:
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=requested.tolist())
 
     def _choose(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
+        """Return one token per row, int64 `[B]`, from the final logits.
+
+        On a CPU the rows are split by how they choose, so that none pays for what only others need: argmax,
+        a draw, or a draw among filtered candidates. Without `filters` no row has top-k, top-p or min-p.
+        """
         if logits.is_cuda:
             return self._choose_on_cuda(logits, slots, positions, filters=filters)
         host = self._state.host
@@ -111,7 +116,7 @@ class Sampler:
             self._index(positions),
             inverse_temperatures=columns.inverse_temperature,
             seeds=columns.seed,
-            ring=tokens,
+            ring=tokens,  # a ring of one line
             ring_index=torch.zeros(1, dtype=torch.int32, device=device),
             filters=(columns.top_k, columns.top_p, columns.min_p) if filters else None,
         )
@@ -125,6 +130,7 @@ class Sampler:
         return draw(logits, columns.inverse_temperature[index], columns.seed[index], self._index(positions))
 
     def _draw_filtered(self, logits: Tensor, slots: Indices, positions: Indices) -> Tensor:
+        """Draw one token per row among those that its top-k, top-p and min-p leave; for a CPU."""
         index, columns = self._index(slots), self._state.on_device
         weights, tokens = candidates(
             logits,
@@ -137,6 +143,7 @@ class Sampler:
         return draw_candidates(weights, tokens, columns.seed[index], self._index(positions))
 
     def _penalise(self, logits: Tensor, slots: Indices, positions: Indices) -> None:
+        """Apply the penalties in place, to the rows that have any, from their tokens in the token pool."""
         host = self._state.host
         penalised = (
             (host.repetition_penalty[slots] != 1.0)
@@ -159,6 +166,7 @@ class Sampler:
         )
 
     def _bias(self, logits: Tensor, slots: Indices, positions: Indices) -> None:
+        """Add each row's logit bias in place, and mask its stop tokens while its output is too short."""
         rows: list[int] = []
         ids: list[NDArray[np.int64]] = []
         values: list[NDArray[np.float32]] = []
@@ -176,4 +184,5 @@ class Sampler:
             logits.index_put_(where, change, accumulate=True)
 
     def _index(self, values: Sequence[int] | Indices) -> Tensor:
+        """Return indices of the host as an int64 tensor on the device."""
         return to_device(np.asarray(values, dtype=np.int64), self._state.device)

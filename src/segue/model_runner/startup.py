@@ -52,7 +52,11 @@ Made = tuple[int, str]  # the bytes that a step has allocated, and what it says 
 
 @dataclass(eq=False, repr=False)
 class Startup:
-    """Makes the parts of a runner. Every rank takes the same steps, some of them together."""
+    """Makes the parts of a runner. Every rank takes the same steps, some of them together.
+
+    Each step is a method: it keeps what it makes in attributes, for later steps and for the runner, and
+    returns the bytes that it has allocated with a text for the log of the start.
+    """
 
     config: EngineConfig
     source: ModelSource
@@ -76,6 +80,7 @@ class Startup:
         ]
 
     def _choose(self) -> Made:
+        """Choose the device, the sizes and the backends for attention and experts; allocates nothing."""
         config, model, tp = self.config, self.source.config, self.tp
         sizes = shard(model, tp)  # fails before any rank waits for another one
         self.resolved = resolved = resolve_config(config, self.source, tp)
@@ -97,11 +102,12 @@ class Startup:
         self._experts = moe_backend.select(
             "auto", resolved.device, deterministic=resolved.deterministic and model.moe is not None
         )
-        self._page_bytes = resolved.kv_shape(model, sizes, 0).page_bytes
+        self._page_bytes = resolved.kv_shape(model, sizes, num_pages=0).page_bytes
         self._on_cpu = resolved.device.type == "cpu"
         return 0, f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
 
     def _connect(self) -> Made:
+        """Connect the ranks, and find out whether their collectives can be captured in CUDA graphs."""
         tp, device = self.tp, self.resolved.device
         self._groups = connect(tp, rendezvous=self.run_dir / "rendezvous", device=device)
         num_bytes = 0 if self._on_cpu or tp.size == 1 else self._add_one_shot()
@@ -127,6 +133,10 @@ class Startup:
         return fused_all_reduce.num_bytes
 
     def _measure_memory(self) -> Made:
+        """Measure the free memory, the least of all ranks, and refuse sizes that cannot fit into it.
+
+        It comes before the weights: the page count starts from this number, and loading may take minutes.
+        """
         if self._on_cpu:
             free = free_cpu_memory()
         else:
@@ -139,6 +149,7 @@ class Startup:
         return self._free_before, ""
 
     def _load_weights(self) -> Made:
+        """Build the model without memory, load its weights into an arena, and derive the packed copies."""
         config, source, resolved = self.config, self.source, self.resolved
         self.model = build_model(
             source.config,
@@ -156,6 +167,10 @@ class Startup:
         return self.arena.num_bytes, f"and {gib(self._derived)} of packed copies" if self._derived else ""
 
     def _count_pages(self) -> Made:
+        """Measure what a step takes, and decide the number of KV pages from the rest of the memory.
+
+        Also decides whether graphs are captured (`_captures`), because they have a share of the memory.
+        """
         resolved, model = self.resolved, self.source.config
         activations = measure_activations(self.model, resolved, self.selection, self._shape)
         self.headroom = activations + Sampler.num_bytes(resolved.max_running_requests, model.vocab_size)
@@ -181,6 +196,7 @@ class Startup:
         return self.kv.data.nbytes, ""
 
     def _make_state(self) -> Made:
+        """Allocate what the device keeps per request slot: pages, tokens and sampling parameters."""
         limits = self.limits
         page_table = PageTable(
             max_running=limits.max_running_requests,
@@ -197,6 +213,7 @@ class Startup:
         return 0, self.selection.name
 
     def _name_experts(self) -> Made:
+        """Only report the MoE backend, which `_choose` has selected and `_load_weights` has used."""
         return 0, self._experts.name if self.source.config.moe else "none: a dense model"
 
     def _make_sampler(self) -> Made:
@@ -204,13 +221,14 @@ class Startup:
         return 0, ""
 
     def _make_executor(self) -> Made:
+        """Make the executor of steps: on CUDA with captured graphs, if there are any, else eager."""
         config = self.config
         sizes = grid.resolve_grid(
             config,
             self.resolved,
             self._backend,
             self.selection.name,
-            self.source.config.moe is not None,
+            moe=self.source.config.moe is not None,
             captures=self._captures,
         )
         if not self._on_cpu:
@@ -226,6 +244,7 @@ class Startup:
         return 0, _EAGER
 
     def _make_cuda_executor(self, sizes: list[grid.GridSize]) -> Made:
+        """Make the executor for CUDA and capture its graphs; `sizes` are those of the grid, perhaps none."""
         from segue.model_runner.cuda_executor import CUDAExecutor
 
         config = self.config
@@ -251,6 +270,7 @@ class Startup:
         return num_bytes, "0 graphs" if self._captures else _EAGER
 
     def _warn_without_graphs(self) -> None:
+        """Warn of options about CUDA graphs that have no effect, because there are no graphs."""
         config = self.config
         if config.graph_self_check:
             logger.warning("--graph-self-check is ignored: there are no CUDA graphs to check")
@@ -261,7 +281,10 @@ class Startup:
             )
 
     def _demand(self, *, arena_bytes: int = 0, derived: int = 0, activations: int) -> Demand:
-        """Return the sizes that the page count depends on; the same on all ranks."""
+        """Return the sizes that the page count depends on; the same on all ranks.
+
+        It is called twice: before loading with lower bounds, to refuse early, and then with measured bytes.
+        """
         config, resolved = self.config, self.resolved
         # The maximum over the ranks, so that all ranks compute the same number of pages, or raise the same
         # error.
@@ -325,6 +348,7 @@ class Startup:
         free = executor.warm_up()
 
         def taken() -> int:
+            """Return the bytes that all graphs so far take, the maximum of the ranks."""
             used = free - torch.cuda.mem_get_info(self.resolved.device)[0]
             return max(values[0] for values in self._groups.all_gather([used]))
 

@@ -34,23 +34,31 @@ class StepShape:
     blocks: int  # query blocks of the attention backend, for the sequences behind the decode sequences
     logits: int  # the number of sequences that sample
     sampled_only: bool = True  # the model returns the hidden states of the tokens that sample, and no others
-    prompt_len: int = 0  # each prompt is padded at its front to this length; 0: prompts are not padded
+    # In the grid (see `grid.py`) each prompt is padded at its front to this length; 0: it is no grid shape.
+    prompt_len: int = 0
 
 
 class _Views(NamedTuple, Generic[Buffer]):
-    """The int32 views of a buffer for one shape, of the device or of the host."""
+    """The int32 views of a buffer for one shape, of the device or of the host; `_sizes` has their sizes.
 
-    token_slots: Buffer
-    positions: Buffer
-    slots: Buffer
-    kv_lens: Buffer
-    cu_seqlens_q: Buffer
-    num_decode: Buffer
-    blocks: Buffer
+    There are T tokens and S sequences, the dummy request and padding included.
+    """
+
+    token_slots: Buffer  # [T], the request slot of each token
+    positions: Buffer  # [T]
+    slots: Buffer  # [S], the request slot of each sequence
+    kv_lens: Buffer  # [S]
+    cu_seqlens_q: Buffer  # [S + 1]
+    num_decode: Buffer  # [1]
+    blocks: Buffer  # query blocks, two numbers each
 
 
 class DeviceInputs:
     """Static input buffers, large enough for the largest step.
+
+    `load` and `load_decode` write a step's values to a pinned buffer of the host, one of a ring, and copy
+    them to the device. `context` and `decode_context` return tensors that are views of the device's buffer:
+    they are made once for a captured graph, and every replay reads the values that were loaded last.
 
     The inputs of sampling are at the front (the header), at the same addresses in every step. The inputs of
     the forward graph follow, laid out by shape. Tokens that pad a step belong to one dummy request, which is
@@ -60,10 +68,12 @@ class DeviceInputs:
     def __init__(
         self, state: BatchState, kv: KVPool, backend: PagedBackend, *, max_tokens: int, max_slots: int
     ) -> None:
+        """Allocate the buffers for steps of up to `max_tokens` tokens and `max_slots` sequences."""
         self._state = state
         self._kv = kv
         self._backend = backend
         self._dummy = state.page_table.dummy_slot
+        # Three counts; then slots, positions and indices of the tokens that sample.
         self._header_sizes = [3, max_slots, max_slots, max_slots]
         self._header_size = sum(map(_aligned, self._header_sizes))
         max_blocks = max(self.max_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
@@ -92,7 +102,10 @@ class DeviceInputs:
         return len(query_blocks(plan.lens, plan.num_decode, per_block))
 
     def load_decode(self, arrays: PlanArrays, size: int, ring_index: int) -> None:
-        """Copy the inputs of a decode step to the device, padded to `size` slots."""
+        """Copy the inputs of a decode step to the device, padded to `size` slots.
+
+        A decode step has a layout of its own: slots, positions and lengths, as each sequence has one token.
+        """
         count, host = len(arrays.slots), self._staged[ring_index].numpy()
         host[:3] = ring_index, count, count
         step = self._rows(host, size)
@@ -103,11 +116,15 @@ class DeviceInputs:
         self._copy(ring_index, self._header_size + 3 * _aligned(size))
 
     def load(self, arrays: PlanArrays, shape: StepShape, ring_index: int) -> None:
-        """Copy the inputs of any step to the device, padded to `shape`."""
+        """Copy the inputs of any step to the device, padded to `shape`, from ring buffer `ring_index`.
+
+        Padding tokens have the dummy request's slot and position 0. In the grid padding is in front of each
+        prompt, so the tokens are spread; in all other shapes it is behind all tokens.
+        """
         plan, host, ends = arrays.plan, self._staged[ring_index].numpy(), arrays.ends
         count = int(ends[-1])
         token_indices: Any = slice(count)
-        if shape.prompt_len:
+        if shape.prompt_len:  # prompt i ends at (i + 1) * prompt_len, however many tokens it has
             grid_ends = np.arange(1, len(ends) + 1) * shape.prompt_len
             token_indices = np.arange(count) + (grid_ends - ends).repeat(arrays.lens)
             ends = grid_ends
@@ -125,12 +142,12 @@ class DeviceInputs:
         _fill(views.slots, arrays.slots, self._dummy)
         _fill(views.kv_lens, arrays.kv_lens, 1)
         views.num_decode[0] = plan.num_decode
-        if not shape.prompt_len:  # for the grid, both were set at capture
+        if not shape.prompt_len:  # in the grid the backend set `cu_seqlens_q` and `blocks` at capture
             views.cu_seqlens_q[0] = 0
             _fill(views.cu_seqlens_q[1:], ends, shape.tokens)
             per_block = self._backend.queries_per_block(shape.tokens)
             blocks = query_blocks([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
-            _fill(views.blocks, blocks.ravel(), -1)
+            _fill(views.blocks, blocks.ravel(), -1)  # -1: no block
         self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
         if shape.prompt_len:
             slots, kv_lens, _ = self._grid[shape]
@@ -139,7 +156,10 @@ class DeviceInputs:
             )
 
     def decode_slots(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return the slots of a decode step and the positions of the tokens that they sample."""
+        """Return the slots of a decode step and the positions of the tokens that they sample.
+
+        A token is sampled at the position behind the last key, which is the sequence's length.
+        """
         slots, _, kv_lens = self._rows(self._buffer, size)
         return slots, kv_lens
 
@@ -185,7 +205,11 @@ class DeviceInputs:
     def _grid_metadata(
         self, shape: StepShape, slots: Tensor, kv_lens: Tensor
     ) -> tuple[Tensor, Tensor, GridMetadata]:
-        """Return the slots and lengths of the prompts alone, and what the backend made at the first call."""
+        """Return the slots and lengths of the prompts alone, and what the backend made at the first call.
+
+        `slots` and `kv_lens` have the dummy request at their end. The result is kept per shape, because a
+        captured graph needs the same addresses at every replay.
+        """
         if shape not in self._grid:
             count = shape.sequences
             slots, kv_lens = slots[:count], kv_lens[:count]
@@ -198,6 +222,7 @@ class DeviceInputs:
     def _context(
         self, token_slots: Tensor, positions: Tensor, *, logits_indices: Tensor | None = None, **fields: Any
     ) -> Context:
+        """Return a context of the given tensors, with the token ids and the KV rows that follow from them."""
         ids, slot_mapping = self._gather_inputs(token_slots, positions)
         return Context(
             input_ids=ids,
@@ -216,6 +241,10 @@ class DeviceInputs:
         return _split(buffer[self._header_size :], [size] * 3)
 
     def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Launch the kernel that reads each token's id and finds its row in the KV pool: both int64 `[T]`.
+
+        It belongs to the captured graph: the ids that the last step sampled are known on the device only.
+        """
         from segue.kernels.triton.step_inputs import gather_inputs
 
         state = self._state
@@ -250,5 +279,6 @@ def _aligned(size: int) -> int:
 
 
 def _fill(target: NDArray[np.int32], values: NDArray[Any], filler: int) -> None:
+    """Write `values` to the front of `target`, and `filler` to the rest, which is padding."""
     target[: len(values)] = values
     target[len(values) :] = filler

@@ -139,6 +139,7 @@ class ModelConfig:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the first architecture of `config.json` that is supported; a file may name several."""
     names = config.get("architectures") or []
     for name in names:
         if name in SUPPORTED_ARCHITECTURES:
@@ -150,6 +151,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return the positive integer `key`. Without a `default` the key must be there; null counts as absent."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
@@ -157,6 +159,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _positive(name: str, value: Any) -> float:
+    """Return `value` as a number, which must be positive and finite; `name` is for the error."""
     number = float(value)
     if not 0.0 < number < math.inf:
         raise UnsupportedModelError(f"config.json: {name} is {value!r}; it must be a positive number")
@@ -164,6 +167,10 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
+    """Read the RoPE fields, in the newer or the older form of `config.json`, and refuse unsupported ones.
+
+    `trained_context` is `max_position_embeddings`; it stands in where the fields name no original context.
+    """
     # transformers 5 has all fields in rope_parameters; older versions have rope_theta beside rope_scaling.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new and old and new != old:
@@ -209,6 +216,7 @@ def _rope(config: Mapping[str, Any], trained_context: int) -> RopeConfig:
 def _max_position(
     config: Mapping[str, Any], architecture: str, rope: RopeConfig, trained_context: int
 ) -> int:
+    """Return the longest sequence, in tokens, that the model is made for and that runs correctly here."""
     max_len = trained_context
     if rope.kind == "yarn":
         max_len = max(max_len, int(rope.original_max_position * rope.factor))
@@ -218,6 +226,10 @@ def _max_position(
 
 
 def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
+    """Return the tokens of the sliding window that the model uses in some layer; None: it uses none.
+
+    Each family says in its own way whether the window is used, with the defaults of transformers.
+    """
     if architecture == "MistralForCausalLM":
         uses_window = True
     elif architecture == "LlamaForCausalLM" or not config.get("use_sliding_window", False):
@@ -234,6 +246,7 @@ def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
 
 
 def _moe(config: Mapping[str, Any]) -> MoEConfig:
+    """Read the fields of the experts, whose number has one of two names."""
     num_experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
     per_token = _size(config, "num_experts_per_tok")
     if per_token > num_experts:

@@ -65,6 +65,11 @@ class Attention(Layer):
         return output
 
     def _norm_rope_store(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply QK-norm and RoPE, and store this step's keys and values in the KV pool; for a CPU.
+
+        `qkv` is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`. Returns query, key and value, each
+        `[T, heads, head_dim]`.
+        """
         heads = self.num_heads + self.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
@@ -77,6 +82,7 @@ class Attention(Layer):
         return query, key, value
 
     def _norm_rope_store_cuda(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, None, None]:
+        """As `_norm_rope_store`, in one kernel. Backends on CUDA read keys and values from the pool alone."""
         from segue.kernels.triton.norm import qk_norm_rope_store
 
         query = qk_norm_rope_store(
@@ -173,7 +179,9 @@ class DecoderLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Take and return the output of a branch, `[T, hidden]`, and the residual stream to add it to.
 
-        With `logits_indices` (int `[L]`) only these tokens go through the MLP, and `[L, hidden]` is returned.
+        A branch is attention or the MLP. The norm that follows adds its output, so a layer takes the output
+        of the previous layer's MLP. `residual` is None in the first layer. With `logits_indices` (int `[L]`)
+        only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
         x, residual = self.input_norm(x, residual)
         x = self.attn(x, angles, ctx, logits_indices)
@@ -249,6 +257,7 @@ class Decoder(Layer):
         """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""
         moe = self.config.moe
         used = 1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts
+        # Only the weights of experts have three dimensions.
         return sum(
             int(weight.numel() * (used if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
         )

@@ -66,6 +66,7 @@ def _yarn(config: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
     """YaRN (arXiv 2309.00071): a linear ramp over the dimensions, between two numbers of turns."""
 
     def dimension(turns: float) -> float:
+        """Return the dimension whose frequency makes so many turns over the trained context."""
         wavelength = config.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
 
@@ -79,10 +80,12 @@ def _yarn(config: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
 
 
 def _blend(stretched: Tensor, kept: Tensor, keep: Tensor) -> Tensor:
+    """Return the weighted mean of two sets of frequencies; `keep`, 0 to 1, is the weight of `kept`."""
     return stretched * (1 - keep) + kept * keep
 
 
 def _yarn_scale(config: RopeConfig) -> float:
+    """Return YaRN's factor of cos and sin, which sharpens attention over the longer context."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
@@ -91,4 +94,5 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 
 def _temperature(factor: float, mscale: float) -> float:
+    """Return YaRN's attention temperature for a context that is `factor` times as long as the trained one."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -27,7 +27,7 @@ VOCAB_BLOCK = 128  # rows: sampling draws whole blocks of the vocabulary, so no 
 
 
 def shard_rows(vocab_size: int, tp_size: int) -> int:
-    """Return the vocabulary rows of each rank, padding included."""
+    """Return the vocabulary rows of each rank, padding included: whole blocks, and equally many per rank."""
     if tp_size == 1:
         return vocab_size
     return ceil_div(vocab_size, tp_size * VOCAB_BLOCK) * VOCAB_BLOCK
@@ -62,6 +62,10 @@ def allowed_sizes(config: ModelConfig) -> list[int]:
 
 
 def _violations(config: ModelConfig, size: int) -> list[str]:
+    """Return the rules that a tensor-parallel size breaks for this model, one text per rule.
+
+    The intermediate size of dense layers does not count if every layer has experts.
+    """
     found = []
     if config.num_heads % size:
         found.append("num_attention_heads must be a multiple of the size")

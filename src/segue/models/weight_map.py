@@ -1,5 +1,8 @@
 """The weight map: from tensor names of a checkpoint to slices of the fused parameters of one rank.
 
+A fused parameter holds several tensors of the checkpoint, such as the projections of query, key and value.
+Experts occur in two forms: each has tensors of its own, or one tensor stacks all experts of a layer.
+
 The map is plain data. To load a checkpoint, to apply a weight update and to check that either is complete are
 loops over it: `for part in weight_map.slices[name]: parameter[part.destination].copy_(tensor[part.source])`.
 """
@@ -53,7 +56,7 @@ class WeightMap:
     padding: dict[str, Box] = field(default_factory=dict)
     # Checkpoint name of a tied tensor, which may be absent -> what it is tied to.
     aliases: dict[str, str] = field(default_factory=dict)
-    # Name of a tensor of all experts -> their own tensors' names.
+    # Name of a tensor with all experts of a layer -> the names of each expert's own tensors, its other form.
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -105,12 +108,17 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
 
 
 class _WeightMapBuilder:
-    """Adds the entries of a weight map; `theirs` is a name in the checkpoint, `ours` one in the model."""
+    """Adds the entries of a weight map; `theirs` is a name in the checkpoint, `ours` one in the model.
+
+    Each method adds the parameters of one part of the model, and for each the slices that fill it. Of a
+    dimension that is split over the ranks, this rank has `width` of `total` rows or columns, from `first` on.
+    """
 
     def __init__(self, weight_map: WeightMap, config: ModelConfig, sizes: Shard) -> None:
         self.map, self.config, self.sizes = weight_map, config, sizes
 
     def add_model(self) -> None:
+        """Add all entries. If the embeddings are tied, the head is only an alias of them."""
         self._vocabulary("model.embed_tokens.weight", "embed.weight")
         for layer in range(self.config.num_layers):
             self._layer(layer, f"model.layers.{layer}", f"layers.{layer}")
@@ -121,6 +129,7 @@ class _WeightMapBuilder:
             self._vocabulary("lm_head.weight", "lm_head.weight")
 
     def _layer(self, layer: int, theirs: str, ours: str) -> None:
+        """Add one decoder layer, with an MLP or experts."""
         hidden = self.config.hidden_size
         self._whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_norm.weight", (hidden,))
         self._attention(f"{theirs}.self_attn", f"{ours}.attn")
@@ -131,6 +140,7 @@ class _WeightMapBuilder:
             self._mlp(f"{theirs}.mlp", f"{ours}.mlp")
 
     def _attention(self, theirs: str, ours: str) -> None:
+        """Add the attention of one layer: the fused query, key and value rows, norms, and output columns."""
         config, sizes, size = self.config, self.sizes, self.config.head_dim
         first, width, total = sizes.head_start * size, sizes.num_heads * size, config.num_heads * size
         kv = (sizes.kv_head_start * size, sizes.num_kv_heads * size, config.num_kv_heads * size)
@@ -143,6 +153,7 @@ class _WeightMapBuilder:
         self._columns(f"{theirs}.o_proj", f"{ours}.o", first, width, shape, bias=config.o_bias)
 
     def _mlp(self, theirs: str, ours: str) -> None:
+        """Add a dense MLP: the fused rows of gate and up, and the columns of down."""
         config, width = self.config, self.sizes.intermediate_size
         first = self.sizes.tp.rank * width
         rows = {name: (first, width, config.intermediate_size) for name in ("gate_proj", "up_proj")}
@@ -151,10 +162,16 @@ class _WeightMapBuilder:
         self._columns(f"{theirs}.down_proj", f"{ours}.down", first, width, shape, bias=config.mlp_bias)
 
     def _experts(self, theirs: str, ours: str) -> None:
+        """Add the router and the experts of one layer, with both forms of names: per expert, and stacked.
+
+        Each expert is split over the ranks like an MLP. The model has all experts of a layer in two
+        parameters, `gate_up` and `down`, whose first dimension is the expert.
+        """
         moe, hidden, width = self.config.moe, self.config.hidden_size, self.sizes.expert_intermediate_size
         assert moe is not None
         count, total = moe.num_experts, moe.expert_intermediate_size
         first = self.sizes.tp.rank * width
+        # `mine`: this rank's part of the checkpoint's dimension; `own`: the same part in the parameter.
         all_rows, mine, own = _span(0, hidden), _span(first, width), _span(0, width)
         gate_up, down = f"{ours}.experts.gate_up", f"{ours}.experts.down"
         self._whole(f"{theirs}.gate.weight", f"{ours}.router.weight", (count, hidden))
@@ -182,6 +199,7 @@ class _WeightMapBuilder:
         self.map.stacked[f"{stacked}.down_proj"] = tuple(f"{name}.down_proj.weight" for name in names)
 
     def _vocabulary(self, theirs: str, ours: str) -> None:
+        """Add this rank's rows of the embeddings or the head, `real` ones and then padding up to its size."""
         config, sizes = self.config, self.sizes
         self.map.parameters[ours] = (sizes.vocab_size, config.hidden_size)
         real = min(max(config.vocab_size - sizes.vocab_start, 0), sizes.vocab_size)
@@ -194,7 +212,7 @@ class _WeightMapBuilder:
     def _fused_rows(
         self, theirs: str, ours: str, rows: Mapping[str, tuple[int, int, int]], columns: int, *, bias: bool
     ) -> None:
-        """Add projections that one parameter stacks.
+        """Add the weights, and with `bias` the biases, of projections whose rows one parameter holds.
 
         `rows` maps each projection to the first row of this rank, its number of rows, and the total.
         """
@@ -220,6 +238,7 @@ class _WeightMapBuilder:
             self._whole(f"{theirs}.bias", f"{ours}.bias", (shape[0],))
 
     def _whole(self, theirs: str, ours: str, shape: Shape) -> None:
+        """Add a tensor that every rank holds whole, such as the weight of a norm."""
         box = tuple(_span(0, size) for size in shape)
         self.map.parameters[ours] = shape
         self._add(theirs, shape, Slice(ours, box, box))
@@ -243,6 +262,7 @@ def _count_coverage(shape: Shape, boxes: list[Box]) -> tuple[int, int]:
         for dim, size in enumerate(shape)
     ]
     cells = np.zeros([len(edge) - 1 for edge in edges], dtype=np.int32)
+    # Per dimension: an edge -> the index of the first cell behind it.
     index = [{edge: cell for cell, edge in enumerate(line)} for line in edges]
     for box in boxes:
         cells[

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def internal_state(s: Scheduler) -> dict[str, Any]:
-    """Returns the present state of the queues and pools, and the counters."""
+    """Returns the present state of the queues and pools, and the counters, for the route that reports it.
+
+    ``tree_cache_size`` and ``available_kv_tokens`` are in tokens, because SGLang counts tokens and not pages;
+    ``req_to_token_pool_*`` count request slots. The pause is the one that a client sees.
+    """
     resources, ratio = s.resources, s.new_token_ratio
     prefilling = [r.rid for r in s.running.values() if r.phase is PREFILL]
     return {

@@ -1,7 +1,8 @@
-"""The scheduler's invariants, checked without its counters.
+"""The scheduler's invariants, checked on its lists and trees; its counters are compared with them.
 
-Every page and every slot has exactly one owner: it is free, cached (pages only), pending free, or a running
-request's. Every lock in the prefix cache has a holder.
+Every page and every slot has exactly one owner: it is free, cached (pages only), pending free (released, but
+a step in flight may still use it), or a running request's. Every lock in the prefix cache has a holder: a
+running request, or resources that are pending free. Tests and ``GetState`` with ``check`` call this.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def _page_owners(s: Scheduler) -> Iterator[Owned]:
 
 
 def _slot_owners(s: Scheduler) -> Iterator[Owned]:
+    """Yields every owner of request slots with its slots."""
     yield "the free list", s.resources.free_slots
     yield from (("a step in flight", [r.slot]) for r in s.resources.pending_free if r.slot is not None)
     yield from ((f"request {r.rid}", [r.slot]) for r in s.running.values())
@@ -49,6 +51,10 @@ def _lock_holders(s: Scheduler) -> Iterator[Node]:
 
 
 def _lock_problems(s: Scheduler) -> list[str]:
+    """Returns what is wrong with the prefix cache: the locks of its nodes, and its counts of pages.
+
+    A holder locks its node and all ancestors, so a node's locks are the holders at it and below it.
+    """
     prefix = s.resources.prefix
     locks = Counter(id(node) for holder in _lock_holders(s) for node in holder.path())
     nodes = list(prefix.nodes())
@@ -67,6 +73,7 @@ def _lock_problems(s: Scheduler) -> list[str]:
 
 
 def _request_problems(s: Scheduler) -> list[str]:
+    """Returns what is wrong with requests: the pages of running ones, and who waits and who runs."""
     problems: list[str] = []
     for r in s.running.values():
         if r.launched > r.capacity or r.capacity != len(r.pages) * s.limits.page_size:
@@ -84,7 +91,10 @@ def _request_problems(s: Scheduler) -> list[str]:
 
 
 def _not_a_partition(noun: str, owners: Iterable[Owned], total: int) -> list[str]:
-    """Returns what keeps the items 0 to ``total`` - 1 from having one owner each."""
+    """Returns the problems of pages or slots, whichever ``noun`` names, that have two owners or none.
+
+    ``owners`` gives each owner's name and numbers; every number from 0 to ``total`` - 1 must occur once.
+    """
     owner: dict[int, str] = {}
     problems: list[str] = []
     for name, items in owners:

@@ -47,13 +47,20 @@ class PauseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _PendingFlush:
+    """A flush that is not answered yet."""
+
     message: Flush
     deadline: float
     step: int  # the last step launched before the flush came; it is awaited in any case
 
 
 class PauseControl:
-    """The pause state machine of one scheduler. All times are in seconds of the same clock."""
+    """The pause state machine of one scheduler. All times are in seconds of the same clock.
+
+    Several holders may hold the engine at the same time, each in its own mode. A hold is new until it takes
+    effect: only then its mode is applied, and requests are retracted or aborted. No method sends anything:
+    replies are collected, and :meth:`advance` returns them.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -112,7 +119,10 @@ class PauseControl:
         self._replies.append(Continued(message.call))
 
     def hold(self, holder: Holder, mode: PauseMode = "in_place") -> None:
-        """Add a hold, or make an existing one stronger; a weaker mode changes nothing."""
+        """Add a hold, or make an existing one stronger; a weaker mode changes nothing.
+
+        The hold counts as new in any case: :meth:`advance` lets it take effect, and applies ``mode``.
+        """
         for holds in (self.holders, self._new_holds):
             holds[holder] = max(mode, holds.get(holder, mode), key=_MODES.index)
         self.state = PauseState.PAUSING
@@ -126,12 +136,12 @@ class PauseControl:
             finished = self._scheduler.abort_all()
         if holder == "user":
             self._deadline = None
-        self._replies.append(self._scheduler.output(finished=finished))
+        self._replies.append(self._scheduler.output(finished=finished))  # its counters show the new state
         if not self.holders:
             self.state = PauseState.RUNNING
-        if "user" not in self.holders:  # continued, be it during a commit: whoever asked is told so
+        if "user" not in self.holders:  # calls that still wait for the user's pause learn that it has ended
             self._answer_pauses(num_aborted=len(finished))
-        elif self.mode == "wait":  # no stronger hold is left, so requests that have begun run on
+        elif self.mode == "wait":  # a stronger hold has ended, and requests that have begun run on
             self.state = PauseState.PAUSING
 
     def flush(self, message: Flush, now: float) -> None:
@@ -158,7 +168,9 @@ class PauseControl:
         if self.state is PauseState.PAUSING and not self._must_wait():
             self._take_effect(now)
         elif self.state is PauseState.PAUSED and self._pauses and not self._user_waits():
-            self._new_holds.clear()  # the awaited requests have ended during a weight commit
+            # A commit's hold took effect before the user's pause of mode "wait"; the requests that this pause
+            # awaited have ended since.
+            self._new_holds.clear()
             self._answer_pauses(now)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
@@ -185,14 +197,18 @@ class PauseControl:
             finished = self._scheduler.abort_all()
         elif "retract" in modes:
             num_retracted = self._retract_all()
-        waits = self._user_waits()
+        waits = self._user_waits()  # then the user's hold stays new, and its calls stay unanswered
         self._new_holds = {"user": self._new_holds["user"]} if waits and "user" in self._new_holds else {}
         self._replies.append(self._scheduler.output(finished=finished))
         if not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
 
     def _retract_all(self) -> int:
-        """Retract every running request and free its KV; returns their number."""
+        """Retract every running request and free its KV; returns their number.
+
+        The mode promises free memory, so pages that the prefix cache would keep are discarded too, unless
+        another holder has locked them or other pages follow them.
+        """
         s = self._scheduler
         started = list(s.running.values())
         for request in started:
@@ -219,7 +235,11 @@ class PauseControl:
         self._pauses = []
 
     def _try_flush(self, flush: _PendingFlush, now: float) -> bool:
-        """Answer the flush if that is possible now; returns whether it was answered."""
+        """Answer the flush if that is possible now; returns whether it was answered.
+
+        Steps that were launched before the flush are always awaited. Then requests that run, or that wait and
+        could start, are awaited until the deadline, because they use the cache; after it the flush fails.
+        """
         s, call = self._scheduler, flush.message.call
         if s.in_flight and s.in_flight[0].plan.step <= flush.step:
             return False
@@ -228,13 +248,14 @@ class PauseControl:
                 return False
             self._replies.append(Flushed(call=call, success=False, error_msg=self._why_not_flushed()))
             return True
-        if s.in_flight:  # a surplus step, all of whose requests have ended
+        if s.in_flight:  # launched ahead: all requests of this step have ended meanwhile
             return False
         count = s.forget_cache()
         self._replies += [s.output(), Flushed(call=call, success=True, flushed_items=count)]
         return True
 
     def _why_not_flushed(self) -> str:
+        """Return the text of a flush that failed: which requests prevent it, and what the user can do."""
         counts = f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} wait"
         if self.state is PauseState.PAUSED:
             remedy = "paused in place, they keep their KV: pause with mode retract or abort, then flush"

@@ -115,15 +115,17 @@ class PrefillPlanner:
         return choice.wake_at
 
     def _admit(self, request: Request, step: Step) -> bool:
-        """Give a request a slot and pages for all its known tokens; False if the reserve would not stay free.
+        """Give a request a slot and pages for all its known tokens, and add them to the step's plan.
 
-        The reserve need not stay free if nothing else holds pages.
+        Returns False, and changes nothing, if no slot is free or if fewer pages than the reserve (see
+        `_reserve`) would stay available. A request that is alone is admitted without a reserve: no
+        other one will end and free pages.
         """
         s, resources, size = self._scheduler, self._scheduler.resources, self._scheduler.limits.page_size
         if not resources.free_slots:
             return False
         node = self._match(request)
-        resources.prefix.lock(node)
+        resources.prefix.lock(node)  # before counting: pages that it shares cannot be evicted for it
         shared = resources.prefix.pages(node)
         needed = ceil_div(len(request.tokens), size) - len(shared)
         alone = not s.running and not resources.pending_free
@@ -150,6 +152,10 @@ class PrefillPlanner:
         return True
 
     def _match(self, request: Request) -> Node:
+        """Return the deepest cached node that the request can start from; the root if nothing is cached.
+
+        Positions whose logits the request needs are computed even if their KV is cached.
+        """
         s = self._scheduler
         if s.config.disable_prefix_cache:
             return s.resources.prefix.root(s.kv_epoch)
@@ -159,7 +165,10 @@ class PrefillPlanner:
         return s.resources.prefix.match(s.kv_epoch, request.tokens, usable)
 
     def _reserve(self, newcomer: Request) -> int:
-        """Pages that the running requests and the newcomer are expected to need for their output tokens."""
+        """Pages that the running requests and the newcomer are expected to need for their output tokens.
+
+        This is the reserve of an admission: their remaining limits, each clipped, times the new-token ratio.
+        """
         s = self._scheduler
         tokens = sum(
             min(request.most_outputs - request.outputs_launched, CLIP_MAX_NEW_TOKENS)

@@ -40,7 +40,11 @@ _NEXT = {
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One request. Positions count from the first prompt token; a position is computed once its KV is."""
+    """One request. Positions count from the first prompt token; a position is computed once its KV is.
+
+    ``launched`` and ``outputs_launched`` count the work of steps in flight too. With overlap they are
+    therefore ahead of ``tokens``, which has only the tokens whose ids the host knows.
+    """
 
     rid: str
     params: SamplingParams
@@ -86,7 +90,10 @@ class Request:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether it takes part in the next decode; an end by length is known before its last token is."""
+        """Whether it takes part in the next decode.
+
+        It does not once its last output token is launched, even if the host does not know that token yet.
+        """
         return self.phase is DECODE and self.outputs_launched < self.most_outputs
 
     @property
@@ -105,7 +112,10 @@ class Request:
         self.phase = phase
 
     def add_token(self, token: int, version: str) -> None:
-        """Append a sampled token; ``version`` is that of the weights that made it."""
+        """Append a sampled token; ``version`` is that of the weights that made it.
+
+        Consecutive tokens of the same version share one entry of ``versions``.
+        """
         at = len(self.tokens) - self.prompt_len
         self.tokens.append(token)
         spans = self.versions
@@ -116,7 +126,7 @@ class Request:
 
     def end_by_output(self) -> FinishReason | None:
         """Returns how the last output token ends the request; None if it goes on."""
-        count = len(self.tokens) - self.prompt_len
+        count = len(self.tokens) - self.prompt_len  # 0: the last token is the prompt's, and ends nothing
         if self.tokens[-1] in self.stop_ids and 0 < count >= self.params.min_new_tokens:
             return "stop"
         return "length" if count >= self.most_outputs else None
@@ -140,7 +150,11 @@ class Step:
     prompt_logprobs: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of them)
 
     def decode(self, requests: list[Request]) -> None:
-        """Add the decode part: one token per request."""
+        """Add the decode part, one token per request, before any prefill: decode sequences come first.
+
+        Each request computes the position of its newest token, whose id only the device may know, and samples
+        the next one.
+        """
         plan, count = self.plan, len(requests)
         plan.num_decode = count
         plan.slots = [r.slot for r in requests]
@@ -185,5 +199,5 @@ class Step:
         return count
 
     def _sample_with(self, *modes: SamplingMode) -> None:
-        """Have the step sample with the most general of these modes and its own; it serves all requests."""
+        """Make the step's sampling mode the most general of ``modes`` and its own: a step has one mode."""
         self.plan.sampling_mode = max([self.plan.sampling_mode, *modes], key=_SAMPLING_MODES.index)

@@ -29,7 +29,7 @@ class Resources:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.free_pages = list(range(limits.num_pages - 1, -1, -1))  # the page released last is taken next
-        self._is_free = bytearray(b"\x01" * limits.num_pages)
+        self._is_free = bytearray(b"\x01" * limits.num_pages)  # by page, to notice a page that is freed twice
         self.prefix = PrefixCache(limits.page_size)
         self.free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.pending_free: deque[Released] = deque()

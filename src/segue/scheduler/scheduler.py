@@ -45,13 +45,14 @@ class Scheduler:
     def __init__(
         self, limits: EngineLimits, config: EngineConfig, policy: PrefillPolicy | None = None
     ) -> None:
+        """Start with nothing queued. ``policy`` chooses the prefill work; None: first come, first served."""
         self.limits = limits
         self.config = config
         self.receive_requires_pause = config.weight_recv_requires_pause
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
-        self.poisoned: str | None = None  # why the weights are, and every new request is rejected
+        self.poisoned: str | None = None  # why the weights are unusable and requests rejected; None: usable
         self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
         # Sorted by `queue_key`. It is a list and not a heap: requests leave from any position, and policies
@@ -76,7 +77,7 @@ class Scheduler:
 
         Returns None, or the rejection with its reason, or the end of a request whose outputs already end it.
         """
-        prompt_len, num_outputs = len(message.prompt) // 4, len(message.outputs) // 4
+        prompt_len, num_outputs = len(message.prompt) // 4, len(message.outputs) // 4  # ids of 4 bytes
         most_outputs = min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len)
         try:
             self._check(message, prompt_len, num_outputs, most_outputs)
@@ -100,7 +101,7 @@ class Scheduler:
         return None if reason is None else self._end(request, reason)
 
     def _check(self, message: AddRequest, prompt_len: int, num_outputs: int, most_outputs: int) -> None:
-        """Raise the reason why a request cannot be queued, if there is one."""
+        """Raise the reason why a request cannot be queued, if there is one; lengths are in tokens."""
         if message.rid in self.requests:
             raise errors.InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
         if self.poisoned is not None:
@@ -195,12 +196,16 @@ class Scheduler:
         insort(self.waiting, request, key=Request.queue_key)  # before younger ones
 
     def leave(self, request: Request, to: RequestPhase) -> None:
-        """Take a request out of its phase. It gives back what it held there: the one exit of all requests."""
+        """Move a request from its phase ``to`` another one, and give back what it held in the old one.
+
+        Every end, retraction and admission goes through here, so nothing that a request holds is forgotten.
+        """
         for give_back in _GIVES_BACK[request.phase]:
             give_back(self, request)
         request.enter(to)
 
     def _leave_queue(self, request: Request) -> None:
+        """Delete a request from the waiting queue, which is sorted: a binary search finds it."""
         at = bisect_left(self.waiting, request.queue_key(), key=Request.queue_key)
         assert self.waiting[at] is request
         del self.waiting[at]
@@ -218,6 +223,7 @@ class Scheduler:
         self._settle()
 
     def _settle(self) -> None:
+        """Free what was released before the oldest step in flight; everything, if no step is in flight."""
         self.resources.settle(self.in_flight[0].plan.step if self.in_flight else self._step + 1)
 
     # --- planning ---
@@ -230,7 +236,10 @@ class Scheduler:
         return self.control.runs and self.control.has_started_requests
 
     def plan(self, now: float) -> StepPlan | None:
-        """Decide the next step.
+        """Decide the next step: one token per decoding request, then prefill chunks.
+
+        A request whose pages are full takes one more. If too few pages are left, requests are retracted, the
+        last of the queue's order first, and none is admitted in that step.
 
         Returns None if nothing can run, or not before the step in flight is applied, or, if :attr:`wake_at`
         is set, not before that time.
@@ -240,10 +249,10 @@ class Scheduler:
         if not self.control.runs:
             return None
         decoding = [r for r in self.running.values() if r.wants_decode]
-        needy = [r for r in decoding if r.launched == r.capacity]
+        needy = [r for r in decoding if r.launched == r.capacity]  # their next position needs a new page
         preempted = False
         if len(needy) > self.resources.num_available:
-            if self.in_flight:  # a request may be about to end: no retraction for a token that may be dropped
+            if self.in_flight:  # its result may end requests, which frees pages: nobody is retracted before
                 return None
             self._preempt(needy)
             preempted = True
@@ -260,7 +269,7 @@ class Scheduler:
             request.capacity += self.limits.page_size
         step.decode(decoding)
         self.wake_at = self._prefill.fill(step, now, admit=not preempted)
-        if not step.plan.slots:
+        if not step.plan.slots:  # there is nothing to run: as if the step had never been planned
             self.in_flight.pop()
             self._step -= 1
             self._swaps = swaps
@@ -314,6 +323,7 @@ class Scheduler:
                 logprobs[request.rid] = entry
             if (reason := request.end_by_output()) is not None:
                 finished.append(self._end(request, reason))
+            # The newest token has no KV yet, so a page is full once there is one token more than it holds.
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
                 self.insert_pages(request, len(request.tokens) - 1)
         self._settle()
@@ -351,7 +361,9 @@ class Scheduler:
                 pages[index] = node.page
             request.num_inserted += 1
         request.node = node
-        if given_back:  # duplicates come first: a page that is new to the cache has no children
+        # Duplicates come first: a page that is new to the cache has no children. The block table on the
+        # device has the request's own pages until the next plan; they are freed after the steps in flight.
+        if given_back:
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
             self._free_later(pages=given_back)
 
@@ -367,8 +379,9 @@ class Scheduler:
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
 
     def forget_cache(self) -> int:
-        """Empty the prefix cache and reset the measures; returns the number of tokens that were cached.
+        """Empty the prefix cache, and reset the new-token ratio and the number of decode steps.
 
+        Returns the number of tokens that were cached.
         No step may be in flight and no request may own KV.
         """
         assert not self.in_flight and not self.running
@@ -393,7 +406,10 @@ class Scheduler:
         self.control.release("weight_commit")
 
     def commit(self, version: str | None, *, flush_cache: bool) -> None:
-        """Serve new weights. Requests keep their KV, but it is not shared any more."""
+        """Serve new weights. Requests keep their KV, but it is not shared any more.
+
+        Without a ``version`` its name is the next number, or the epoch if the old name is no number.
+        """
         assert not self.in_flight, "weights change between steps"
         self.kv_epoch += 1
         old = self.weight_version

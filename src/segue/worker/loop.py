@@ -66,7 +66,11 @@ class Launched:
 
 @dataclass(eq=False)
 class SchedulerLoop:
-    """Rank 0's loop."""
+    """Rank 0's loop.
+
+    A turn is one round: take messages, launch a step, read a result. Each handled message or result may let a
+    pause, a flush or a weight update go on; `_advance` then sends what that produces.
+    """
 
     scheduler: Scheduler
     runner: ModelRunner
@@ -118,11 +122,13 @@ class SchedulerLoop:
                 self._apply(in_flight.popleft())
 
     def _launch(self, plan: StepPlan) -> Launched:
+        """Send a plan to the other ranks and launch it on this one, without waiting for the device."""
         now = time.monotonic()
         self._send_to_followers(plan)
         return Launched(self.runner.forward_batch(plan), plan.num_tokens, now)
 
     def _apply(self, launched: Launched) -> None:
+        """Wait for a step's result, and send the tokens and ends that the scheduler makes of it."""
         result = launched.pending.result()
         self._speed.note(launched, time.monotonic())
         output = self.scheduler.apply(result)
@@ -134,6 +140,7 @@ class SchedulerLoop:
         self._advance()
 
     def _warn_of_non_finite(self, output: SchedulerOutput) -> None:
+        """Log which requests failed because of NaN or infinite logits, and what can be done; called once."""
         logger.error(
             "logits were not finite (NaN or infinite) for request %s with weights of version %r: the request "
             "ends with the error non_finite_logits. This is logged once; segue:non_finite_logits_total of "
@@ -157,11 +164,14 @@ class SchedulerLoop:
         while self._running and time.monotonic() < until and self.scheduler.has_work:
             if before.pending.ready():
                 return
-            if self._poller.poll(1):
+            if self._poller.poll(1):  # waits 1 ms at most
                 self._receive(block=False)
 
     def _advance(self) -> None:
-        """Send the answers of pauses, flushes and weight updates, and the weight updates' commands."""
+        """Send the answers of pauses, flushes and weight updates, and the weight updates' commands.
+
+        A command is a list with one message per rank; rank 0's updater is in this process.
+        """
         self._advance_pause()
         answers, commands = self._weights.advance(time.monotonic())
         for answer in answers:
@@ -185,12 +195,17 @@ class SchedulerLoop:
             self._send(reply)
 
     def _send_to_followers(self, message: RankMessage) -> None:
+        """Send a message to every other rank, encoded once."""
         if self.followers:
             frame = self._encode(message)
             for follower in self.followers:
                 follower.send(frame)
 
     def _drain_ranks(self) -> None:
+        """Block until every other rank has ended its steps; rank 0's own have ended before.
+
+        Other events that arrive meanwhile are kept for `_next_event`.
+        """
         self._send_to_followers(Drain())
         missing = len(self.followers)
         while missing:
@@ -201,6 +216,10 @@ class SchedulerLoop:
                 self._early_events.append(event)
 
     def _receive(self, *, block: bool) -> None:
+        """Handle all events and messages that have arrived; with ``block``, first wait for one.
+
+        The wait also ends at the next deadline. Events of the ranks go before messages of the frontend.
+        """
         while self._running and self._poll(block):
             block = False
             if event := self._next_event():
@@ -216,6 +235,7 @@ class SchedulerLoop:
         self._advance()
 
     def _next_event(self) -> RankReply | Received | None:
+        """Return the oldest event of any rank, or None if there is none; never waits."""
         if self._early_events:
             event = self._early_events.popleft()
         else:
@@ -227,6 +247,7 @@ class SchedulerLoop:
         return event
 
     def _take(self, message: FrontendMessage) -> None:
+        """Handle one message of the frontend, and send at once what it leads to, such as ends of requests."""
         finished: list[Finished] = []
         match message:
             case AddRequest():
@@ -259,7 +280,10 @@ class SchedulerLoop:
             self._send(self.scheduler.output(finished=finished))
 
     def _poll(self, block: bool) -> bool:
-        """Whether a message is there; with ``block``, wait for one, or until the next deadline."""
+        """Whether a message is there; with ``block``, wait for one, or until the next deadline.
+
+        The wait polls for ``spin`` seconds before it sleeps.
+        """
         if self._early_events or self._poller.poll(0):
             return True
         if not block:
@@ -280,6 +304,7 @@ class SchedulerLoop:
         self.outbox.send(self._encode(message))
 
     def _send_state(self, message: GetState) -> None:
+        """Answer with the scheduler's state and the loop's own measures; checks invariants if asked to."""
         state: dict[str, Any] = internal_state(self.scheduler) | {
             "memory_usage": self.memory_usage,
             "weight_update": self._weights.status(time.monotonic()),
@@ -290,7 +315,10 @@ class SchedulerLoop:
 
 
 class Throughput:
-    """Output tokens per second over the last full window."""
+    """Output tokens per second over the last full window.
+
+    A window ends with the first step that is at least ``WINDOW`` seconds after its beginning.
+    """
 
     WINDOW = 1.0  # seconds
 
@@ -330,8 +358,9 @@ class StepSpeed:
         self._last_end = end
 
     def predict(self, launched: Launched) -> tuple[float, float]:
-        """Returns when the step after the last noted one began, and its expected seconds; 0 if unknown.
+        """Returns when ``launched`` began, and its expected seconds; 0 if unknown.
 
+        It is the oldest step in flight: it begins at its launch, or when the last noted step ends, if later.
         The median is used, so that one step that waited for a kernel to be compiled, and the step after it,
         do not count.
         """
@@ -351,7 +380,8 @@ def follow(
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
-    It never returns.
+    It reads ``messages`` from rank 0 and answers through ``send``; results of steps are only awaited, because
+    rank 0 has the same tokens. It never returns: the process ends with its lifeline (see `worker.main`).
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     in_flight: deque[ForwardOutput] = deque()

@@ -50,8 +50,9 @@ def run_scheduler(
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
-    ``addresses`` are those of the frontend's messages and of the answers. Errors of the start are sent to the
-    frontend as ``StartFailed``; later errors are raised.
+    ``addresses`` are those of the frontend's messages and of the answers; ``size`` is the number of ranks.
+    ``embedded`` means that the loop runs in the frontend's process, whose heap and cores it must leave alone.
+    Errors of the start are sent to the frontend as ``StartFailed``; later errors are raised.
     """
     inbox = open_socket(context, zmq.PULL, addresses[0], bind=True)
     outbox = open_socket(context, zmq.PUSH, addresses[1])
@@ -92,7 +93,7 @@ def run_scheduler(
 def open_socket(
     context: zmq.Context[Any], kind: int, address: str, *, bind: bool = False
 ) -> zmq.Socket[bytes]:
-    """Open a socket that queues messages without a limit."""
+    """Open a ZeroMQ socket of a ``kind`` (such as ``zmq.PUSH``) that queues messages without a limit."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.set_hwm(0)
     (socket.bind if bind else socket.connect)(address)
@@ -109,6 +110,7 @@ def start_runner(
     steps: list[InitStep] = []
 
     def report(step: InitStep, num_steps: int) -> None:
+        """Log a step of the start that has ended, and keep it for the result."""
         steps.append(step)
         size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
         detail = f" ({step.detail})" if step.detail else ""
@@ -128,6 +130,7 @@ def start_runner(
 
 
 def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
+    """Return the message that ends the start: what the frontend must know of the runner."""
     return Ready(
         limits=runner.limits,
         vocab_size=runner.vocab_size,
@@ -171,6 +174,10 @@ class EventSender:
 def _run_follower(
     config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any], turn: Turn
 ) -> None:
+    """Any rank but 0: start the runner and follow rank 0's plans, for ever.
+
+    It writes to the frontend, at ``address``, only if the start fails; all else goes to rank 0.
+    """
     messages = open_socket(context, zmq.PULL, _plan_address(run_dir, tp.rank))
     outbox = open_socket(context, zmq.PUSH, address)
     started = start_runner(config, tp, run_dir, outbox)
@@ -183,6 +190,7 @@ def _run_follower(
 
 
 def _watch_lifeline(run_dir: Path) -> None:
+    """End this process once standard input (descriptor 0) closes: then the frontend has ended."""
     while os.read(0, 1024):
         pass
     shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not remove it
