@@ -46,13 +46,17 @@ class AwakeClock:
 
 
 class Turn:
-    """A loop's current turn. The loop begins and ends it, and another thread measures how long it takes."""
+    """One pass of a rank's main loop, such as one step.
+
+    The loop notes when it begins one, and when it waits for messages. The thread that sends heartbeats
+    measures how long the pass has taken: a very long one means that the rank hangs.
+    """
 
     __slots__ = ("_began", "_seen", "since")
 
     def __init__(self) -> None:
-        self.since: float | None = None  # a time of the monotonic clock; None: the loop waits for messages
-        self._seen: float | None = None
+        self.since: float | None = None  # when it began, by the monotonic clock; None: the loop waits
+        self._seen: float | None = None  # the value of `since` when it was measured last
         self._began = 0.0  # when the turn in `_seen` began, by the clock of the thread that measures
 
     def begin(self) -> None:
@@ -67,7 +71,8 @@ class Turn:
         """Return the seconds of the current turn; 0 while the loop waits.
 
         One thread alone calls this, once per period. ``awake`` is a reading of its :class:`AwakeClock`, so
-        that time in which this process did not run does not count.
+        that time in which this process did not run does not count. A turn counts from the first call that
+        sees it.
         """
         since = self.since
         if since is None or since != self._seen:
@@ -84,6 +89,7 @@ def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: 
     turn, period, stopped = Turn(), heartbeat_period(ping_s), threading.Event()
 
     def run() -> None:
+        """Send a heartbeat once per period, with the seconds of the loop's turn, until the block ends."""
         clock = AwakeClock(time.monotonic(), 2 * period)
         encode = msgspec.msgpack.Encoder().encode
         socket = context.socket(zmq.PUSH)

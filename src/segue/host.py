@@ -74,6 +74,11 @@ def read_number(file: Path, name: str) -> int | None:
 
 
 def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+    """Return the free bytes of a cgroup and of each group above it, up to ``base``, that has a limit.
+
+    ``path`` is the group's, below the mount point ``base``. The names are those of the files with the limit
+    and the usage, and of the entry for the file cache, which differ between cgroup versions.
+    """
     # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
     # So every ancestor that exists counts, and the base always does.
     group = base / path.lstrip("/")
@@ -90,6 +95,7 @@ def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, ca
 
 
 def _lines(file: Path) -> list[str]:
+    """Return the lines of a file that are not blank; none if it cannot be read."""
     try:
         return [line for line in file.read_text().splitlines() if line.strip()]
     except OSError:

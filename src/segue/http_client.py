@@ -27,7 +27,7 @@ def open_url(
         by_proxy: use the environment's proxy; else the request goes to the server directly.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError: the server cannot be reached, or the URL is none.
+        OSError, http.client.HTTPException, ValueError: the server cannot be reached, or ``url`` is not a URL.
     """
     headers = {"content-type": "application/json"}
     if api_key is not None:

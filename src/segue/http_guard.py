@@ -42,6 +42,7 @@ class HttpGuard:
     def __init__(
         self, host: str, *, allowed_hosts: str | None = None, cors_origin: str | None = None
     ) -> None:
+        """Parse the options; both are lists with commas, and None is an empty list."""
         names = _entries(allowed_hosts, "allowed_hosts", _is_host, "a host name without port, like gpu-1.lan")
         rule = "an origin, like https://chat.example"
         # Those allowed besides the server's own; ``*``: all are.
@@ -83,6 +84,7 @@ class HttpGuard:
         own = b"%s://%s" % (scheme.encode(), headers.get(b"host", b""))
         if origin in (None, own) and site in (b"none", b"same-origin"):
             return
+        # Some requests of a browser have no origin, but Sec-Fetch-Site says that the page is another site's.
         page = "another site" if origin is None else f"the origin {_shown(origin)}"
         raise ForbiddenError(
             f"a web page of {page} may not send this request; if you trust that page, start the server with "
@@ -92,7 +94,8 @@ class HttpGuard:
     def check(self, scope: Scope, headers: Headers, *, guards_reading: bool = False) -> None:
         """Check the host and, of a request that may change something, the origin and the body's type.
 
-        With ``guards_reading``, the origin of requests that read is checked too, but for a CORS preflight.
+        With ``guards_reading``, the origin of GET and HEAD requests is checked too. That of a CORS preflight
+        (OPTIONS) is not: its answer alone gives a page nothing.
 
         Raises:
             ForbiddenError: it is for another host, or comes from a page of another origin.
@@ -163,7 +166,10 @@ def install(
         )
 
     def middleware(app: ASGIApp) -> ASGIApp:
+        """Wrap the application ``app`` in the checks."""
+
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            """Answer a request that fails a check; pass on any other, to the application."""
             answer = app
             if scope["type"] == "http":
                 try:
@@ -180,6 +186,10 @@ def install(
 
 
 def _entries(text: str | None, option: str, is_valid: Callable[[str], object], rule: str) -> frozenset[str]:
+    """Return the entries of an option that is a list with commas, in lower case; None: no entries.
+
+    Raises ConfigError for an entry that is neither ``*`` nor valid; ``rule`` says what a valid one is.
+    """
     entries = [] if text is None else [entry.strip().lower() for entry in text.split(",")]
     for entry in entries:
         if entry != ANY and not is_valid(entry):
@@ -201,6 +211,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that ``name`` is, or None if it is a host name."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:

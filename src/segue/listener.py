@@ -49,6 +49,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def _refusal(error: Exception, host: str, port: int) -> ConfigError:
+    """Return the error for a socket that could not be bound or listen, with what the user can do."""
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
         remedy = "stop the process that listens there, or choose another with --port (0 picks a free one)"

@@ -38,6 +38,7 @@ class Options:
     """The base of a frozen dataclass whose fields are made by :func:`option`; its values are checked."""
 
     def __post_init__(self) -> None:
+        """Check every value, also those that a Python caller gave; raises ConfigError."""
         hints = get_type_hints(type(self))
         for each in fields(self):
             name, check, value = each.name, each.metadata["check"], getattr(self, each.name)
@@ -93,7 +94,11 @@ def parse_list(text: str, name: str, separator: str = ",") -> list[str]:
 
 
 def parse(text: str, kind: Any, name: str) -> Any:
-    """Return the value of an option whose environment variable has the text ``text``."""
+    """Return the value of an option whose environment variable ``name`` has the text ``text``.
+
+    ``kind`` is the option's declared type. Raises ConfigError if the text is not of that type; whether a
+    choice is an allowed one is checked later, with the other values.
+    """
     if get_origin(kind) is Literal:
         return text
     if kind is bool:
@@ -110,6 +115,10 @@ def parse(text: str, kind: Any, name: str) -> Any:
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a value has the declared type ``kind`` and meets ``rule``, its bounds.
+
+    ``name`` is the option's. An integer is also taken for a float, but a bool is not taken for an integer.
+    """
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}", param=name)

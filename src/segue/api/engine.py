@@ -48,6 +48,7 @@ class Engine:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def __init__(self, model: str | None = None, *, embedded: bool = False, **options: Any) -> None:
+        """Start the engine and wait until it is ready; the class's docstring has the arguments."""
         if model is not None:
             options["model"] = model
         self.config = EngineConfig.create(**options)
@@ -196,16 +197,19 @@ class Engine:
 
     @property
     def _running(self) -> LoopThread:
+        """The thread of the engine's event loop; raises EngineDeadError after the shutdown."""
         if not self._closer.alive:
             raise EngineDeadError("this engine was shut down; make a new segue.Engine")
         return self._thread
 
     async def _generate(self, body: dict[str, Any]) -> Any:
+        """Generate on the engine's loop, and return the finished reply, or the replies of a batch."""
         manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
         with await manager.submit(call.requests, call.batch_id) as generation:
             return (await NativeReplies(manager, call, generation).result())[0]
 
     async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Generate on the engine's loop, and yield the growing replies; closing it aborts the requests."""
         manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
         with await manager.submit(call.requests, call.batch_id) as generation:
             async for update in NativeReplies(manager, call, generation).updates():
@@ -227,11 +231,13 @@ class Engine:
 def _body(
     prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the arguments as the body of ``POST /generate``; None means that a field is left out."""
     body = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream}
     return {name: plain(value, name) for name, value in (body | fields).items() if value is not None}
 
 
 def _close(thread: LoopThread, runtime: Runtime) -> None:
+    """Shut an engine down. Called by its finalizer, once: by ``shutdown``, on collection, or at exit."""
     if thread.is_forked:  # it is the parent's to close
         return
     if thread.is_current:  # collected on the engine's own thread, which cannot wait for itself

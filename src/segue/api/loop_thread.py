@@ -20,9 +20,10 @@ SIGNAL_POLL_S = 0.1
 
 
 class LoopThread:
-    """Runs coroutines for callers on other threads and loops."""
+    """Runs coroutines for callers on other threads and loops, on an event loop in a thread of its own."""
 
     def __init__(self, name: str) -> None:
+        """Start the thread, which gets the ``name``, and its loop."""
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
         self._stopped = False
@@ -41,13 +42,13 @@ class LoopThread:
         return os.getpid() != self._pid
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine there.
+        """Start a coroutine on the thread's loop, and return the future of its result without waiting.
 
         Raises:
             EngineDeadError: the loop was stopped, or it runs in the parent of this process.
         """
         if self.is_forked:
-            coroutine.close()
+            coroutine.close()  # else Python would warn that it was never awaited
             raise EngineDeadError(
                 f"this engine belongs to process {self._pid}, and a fork cannot use it; "
                 f"make a segue.Engine in process {os.getpid()}"
@@ -59,7 +60,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait; an interrupted wait cancels it."""
+        """Run a coroutine on the thread's loop, and wait for its result; an interrupted wait cancels it."""
         future = self.submit(coroutine)
         try:
             while not wait((future,), SIGNAL_POLL_S).done:
@@ -70,7 +71,7 @@ class LoopThread:
             raise
 
     async def call_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The same from another event loop; cancelling the caller cancels it."""
+        """As :meth:`call`, awaited on another event loop; cancelling the caller cancels the coroutine."""
         return await asyncio.wrap_future(self.submit(coroutine))
 
     def stop(self) -> None:
@@ -82,6 +83,7 @@ class LoopThread:
         self._thread.join()
 
     def _run(self) -> None:
+        """Run the loop until :meth:`stop`, then give its tasks ``PATIENCE_S`` to end, and close it."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         if tasks := asyncio.all_tasks(self._loop):  # a start that was interrupted stops its workers
@@ -97,9 +99,9 @@ async def _step(source: AsyncIterator[T]) -> T | None:
 def blocking_stream(
     thread: LoopThread, source: AsyncGenerator[T, None], owner: object
 ) -> Generator[T, None, None]:
-    """Yield the items of an asynchronous generator on the other thread; leaving it early closes it there.
+    """Yield the items of an asynchronous generator that runs on ``thread``; leaving early closes it there.
 
-    ``owner`` lives as long as the stream.
+    The items must not be None. ``owner``, the engine, is only kept alive: it is shut down when collected.
     """
     try:
         while (item := thread.call(_step(source))) is not None:
@@ -113,7 +115,10 @@ def blocking_stream(
 
 
 class AsyncStream(AsyncIterator[T], Generic[T]):
-    """The same for a caller with its own event loop; ``await`` gives the stream itself, as SGLang does."""
+    """The items of a generator on ``thread``, for a caller with its own event loop.
+
+    It is iterated over with ``async for``. ``await`` gives the stream itself, since SGLang's users await it.
+    """
 
     def __init__(self, thread: LoopThread, source: AsyncGenerator[T, None], owner: object) -> None:
         self._thread = thread

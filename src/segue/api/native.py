@@ -143,6 +143,11 @@ def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None
 
 
 def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
+    """Return the id of each of ``count`` requests, and the id of the batch, or None if there is none.
+
+    Ids that the client did not give are random. One ``rid`` for a batch names the batch, and its requests
+    are ``rid_0``, ``rid_1``, …; a list names each request, and the batch's own id is random.
+    """
     if isinstance(rid, list):
         if len(rid) != count:
             raise InvalidRequestError(
@@ -154,7 +159,11 @@ def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[
 
 
 def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
-    """Those of each prompt: one object for all, unless the call has one for each."""
+    """Return the options of each of ``count`` prompts: those of one object for all, or of one object each.
+
+    Options that are shared are one object, so that they are checked only once. Raises InvalidRequestError for
+    another number of objects, or if the options of all prompts together have too many entries.
+    """
     params = call.sampling_params
     if not isinstance(params, list):
         options = _options(params or {}, call)
@@ -174,10 +183,16 @@ def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
 
 
 def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
+    """Check one ``sampling_params`` object, and return its options.
+
+    The call, and not the object, says whether log-probabilities are returned. A ``max_new_tokens`` that does
+    not fit the context is clamped.
+    """
     _refuse_unsupported(params, UNSUPPORTED_SAMPLING)
     sampling = parse(NativeSampling, params, rules=RULES)
     if sampling.n != 1:
-        raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
+        text = f"n={short_repr(sampling.n)}: only 1 is supported; for more send the prompt several times"
+        raise UnsupportedFieldError(text, param="n")
     if call.top_logprobs_num < 0:
         raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
     return SamplingOptions.of(
@@ -216,6 +231,7 @@ class NativeReplies:
             yield reply | {"index": index} if self._call.batch_id is not None else reply
 
     def _reply(self, index: int, output: Output) -> dict[str, Any]:
+        """Return the reply to request ``index`` from its whole output so far; it may not have ended."""
         state, end = self._generation.states[index], output.end
         versions = end.versions if end is not None else []
         meta: dict[str, Any] = {
@@ -239,6 +255,7 @@ class NativeReplies:
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
+        """Return log-probability, token and text, as SGLang does; None for what is unknown or not wanted."""
         text = self._manager.table.text(token) if self._call.text_in_logprobs else None
         return [None if logprob is None else max(logprob, LOWEST_LOGPROB), token, text]
 

@@ -72,6 +72,7 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     (schema,), definitions = msgspec.json.schema_components([kind])
 
     def resolve(node: Any) -> Any:
+        """Return a node with every reference replaced by the definition that it refers to."""
         if isinstance(node, dict):
             reference = node.get("$ref")
             if isinstance(reference, str):

@@ -81,12 +81,15 @@ def plain(value: Any, name: str = "") -> Any:
 def parse(
     kind: type[Body], body: Any, *, rules: Mapping[str, str] | None = None, coerces: bool = False
 ) -> Body:
-    """Check ``body``.
+    """Check ``body``, and return it as a struct of ``kind``.
+
+    Values that are :class:`Decoded` were checked before: an empty value stands in for each while msgspec
+    checks the others.
 
     Args:
         kind: what it has to be; a struct that forbids unknown fields makes them errors.
         body: a mapping.
-        rules: says in words what fields of several types may be.
+        rules: says in words what fields of several types may be, by field.
         coerces: numbers may come as strings, as in a query.
 
     Raises:
@@ -96,7 +99,7 @@ def parse(
     if not isinstance(body, Mapping):
         raise InvalidRequestError(f"expected a JSON object, got {short_repr(body)}")
     decoded = {name: value.value for name, value in body.items() if isinstance(value, Decoded)}
-    tag = kind.__struct_config__.tag_field
+    tag = kind.__struct_config__.tag_field  # tells messages apart; a client's value of it is ignored
     fields = {name: value for name, value in body.items() if name != tag}
     fields |= {name: {} if isinstance(value, dict) else [] for name, value in decoded.items()}
     try:
@@ -115,7 +118,8 @@ def prompts_of(
 ) -> tuple[Sequence[str | list[int]], bool]:
     """Return the prompts of a text, token ids, or a list of either, and whether it is such a list.
 
-    An empty list has no token ids, but where ``param`` is ``text``, no texts.
+    An empty list is a prompt without token ids; where ``param`` is ``text``, it is a batch without texts, and
+    thus an error.
 
     Raises:
         InvalidRequestError: a list has items of several types, no prompts, or more than ``max_prompts``.
@@ -145,14 +149,17 @@ def misfit(
     value: Any = _UNSHOWN,
     values: Mapping[str, str] | None = None,
 ) -> InvalidRequestError:
-    """What msgspec found wrong inside the field ``param``, in this API's words.
+    """Return what msgspec found wrong inside the field ``param`` as an error in this API's words.
+
+    msgspec says it in a text, such as "Expected `int`, got `str` - at `$.stop[2]`": the text is taken apart
+    into the rule and the path. In a path, ``[...]`` is a value of a mapping whose key is not told.
 
     Args:
         error: what it said.
         param: the field; empty: the whole body.
-        rules: says in words what fields of several types may be.
-        first: the index of the first item that it was given of a list.
-        value: what it was given, to be shown.
+        rules: says in words what fields of several types may be; where there is one, it is the message.
+        first: where only a part of a list was given to msgspec, the index of its first item in the list.
+        value: what msgspec was given; the wrong part of it is shown in the error. Not given: none is shown.
         values: what fields of a few values may be, in words.
     """
     text = str(error)
@@ -167,7 +174,7 @@ def misfit(
         steps[0] += first
     steps = [param, *steps] if param else steps
     where, rule = _where(steps, rules)
-    if rule is not None:
+    if rule is not None:  # the field takes several types, and msgspec speaks of one of them
         return InvalidRequestError(f"{where}: expected {rule}", param=where)
     if field := _FIELD.fullmatch(message):
         where, _ = _where([*steps, field[2]], {})
@@ -193,7 +200,7 @@ def unknown_field(param: str) -> UnsupportedFieldError:
 
 
 def _in_words(message: str) -> str:
-    """What msgspec says of a value, as a rule."""
+    """Return what msgspec says of a value as a rule: "must be an integer, not a string"."""
     if bound := _BOUND.match(message):
         kind, length, sign, limit = bound.groups()
         amount = f"{float(limit):g}" if kind == "float" else limit
@@ -209,7 +216,7 @@ def _in_words(message: str) -> str:
 
 @lru_cache
 def _values(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """What fields of a few values may be, in words."""
+    """Return the allowed values of each field of a struct that is a ``Literal``, in words."""
     found: dict[str, str] = {}
     for name, hint in get_type_hints(kind).items():
         options = [hint, *get_args(hint)]
@@ -220,7 +227,7 @@ def _values(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _at(value: Any, steps: Sequence[int | str]) -> Any:
-    """The part of a value that ``steps`` lead to, if they do."""
+    """Return the part of a value that ``steps``, names and indices, lead to; ``_UNSHOWN`` if they do not."""
     try:
         for step in steps:
             value = value[step]

@@ -22,7 +22,7 @@ _PIECE = 1 << 20  # characters that are checked at once
 
 
 def reply_of(kind: type[Operation], answer: WeightAnswer) -> dict[str, Any]:
-    """The reply to an operation, as JSON."""
+    """The reply to an operation, as JSON: the fields that its kind always has, then those of the answer."""
     reply = {**kind.reply, "success": answer.success, "message": answer.message, **answer.fields}
     return reply if answer.success or "status" not in reply else reply | {"status": "error"}
 
@@ -64,10 +64,11 @@ def with_weight_operations(engine: Class) -> Class:
 
 
 def _methods(kind: type[WeightOperation]) -> dict[str, Callable[..., Any]]:
-    """The methods that perform an operation, by what stands before its name."""
+    """The blocking and the awaited method of an operation, by what stands before its name."""
     signature = _signature(kind)
 
     def begin(engine: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Check the arguments now, on the caller's thread, and return the coroutine for the engine's loop."""
         return _perform(engine, kind, _fields(signature.bind(engine, *args, **kwargs)))
 
     def blocking(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -92,13 +93,18 @@ def _fields(given: inspect.BoundArguments) -> dict[str, Any]:
 
 
 async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, Any]) -> dict[str, Any]:
+    """Check an operation, send it to the workers, and return the reply."""
     operation = parse(kind, fields, coerces="GET" in kind.methods)
     await check_base64(operation)
     return reply_of(kind, await engine._runtime.manager.ask_weights(operation))
 
 
 def _signature(kind: type[Operation]) -> inspect.Signature:
-    """Of the method: required fields first, then the operation's own, then those it shares with others."""
+    """The signature of the method for an operation, whose parameters are the operation's fields.
+
+    Required fields come first, then the operation's own, then those that it shares with others. Where the
+    route takes payloads, the method takes ``named_tensors``, of which it makes payloads.
+    """
     own = list(kind.__annotations__)
     fields = sorted(
         structs.fields(kind),

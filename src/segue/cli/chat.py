@@ -21,12 +21,13 @@ class LocalChat:
     """Gets answers from an engine in this process."""
 
     def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
+        """Keep the sampling parameters, which have OpenAI's names, under those of the engine."""
         self._engine = engine
         self._params = {"max_new_tokens" if name == "max_tokens" else name: params[name] for name in params}
         self.model = engine.model_name
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Return the pieces of the answer to `messages`."""
+        """Return the pieces of the answer to `messages`; raises RemoteError if the model has no tokenizer."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat")
@@ -44,7 +45,11 @@ class RemoteChat:
             self.model: str = json.load(answer)["data"][0]["id"]
 
     def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Yield the pieces of the answer to `messages`."""
+        """Yield the pieces of the answer to `messages`, from the events of the server's stream.
+
+        Raises:
+            RemoteError: the server reports an error, or its stream ends without the end mark.
+        """
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
         with self._server.open("/v1/chat/completions", body) as answer:
             for line in answer:
@@ -62,7 +67,10 @@ class RemoteChat:
 
 
 def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """Yield the text that each update adds; an update holds the whole text so far."""
+    """Yield the text that each update adds; an update holds the whole text so far.
+
+    Leaving the loop early closes ``updates``, which aborts the request.
+    """
     shown = 0
     try:
         for update in updates:
@@ -100,7 +108,7 @@ def converse(chat: LocalChat | RemoteChat, system: str | None) -> None:
                 answer = _show(console, chat.reply(messages))
             except SegueError as error:
                 console.print(f"\n{error.message}", style="red", markup=False)
-                messages.pop()
+                messages.pop()  # the next message must not follow one without an answer
             else:
                 messages.append({"role": "assistant", "content": answer})
 

@@ -17,10 +17,13 @@ def with_options(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a command's ``config`` parameter by one flag per option of ``options_class``.
 
-    ``without`` is a group of options that the command does not take.
+    Typer makes flags of a function's signature, so the returned decorator gives the command a new one. The
+    flags that the user sets become the ``config`` that the command gets. ``without`` is a group of options
+    that the command does not take; None: it takes all.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function with the flags as parameters, which calls ``command`` with its ``config``."""
         hints = get_type_hints(options_class)
         flags = [
             _flag(option, hints[option.name])
@@ -38,6 +41,7 @@ def with_options(
             for parameter in [*own.values(), *flags]
             if parameter.name != "config"
         ]
+        # What Typer reads of a command: name, docstring and parameters.
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

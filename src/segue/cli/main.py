@@ -58,6 +58,7 @@ def main() -> None:
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and end, if ``--version`` was given; Typer calls this before any command."""
     if requested:
         typer.echo(f"segue {segue.__version__}")
         raise typer.Exit
@@ -104,6 +105,7 @@ def serve(config: EngineConfig) -> None:
 
 
 def _print_ready(runtime: Runtime, url: str) -> None:
+    """Print what the engine has chosen at its start, and the server's URL."""
     ready, limits = runtime.manager.ready, runtime.manager.ready.limits
     pages, size, chunk = limits.num_pages, limits.page_size, limits.chunked_prefill_size
     facts = {
@@ -235,7 +237,11 @@ def profile_steps(
 
 
 def _parse_step(text: str) -> tuple[int, int]:
-    """Return the decode rows of a step, and the tokens of its prompt."""
+    """Return the decode rows of a step, and the tokens of its prompt; 0 for the one that it lacks.
+
+    A row is a request that decodes one token.
+    """
+    # The "+" is only between a first number and a prompt: `(?(1)…)` asks whether there is that number.
     found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
     if found is None or not text:
         raise ConfigError(
@@ -245,6 +251,7 @@ def _parse_step(text: str) -> tuple[int, int]:
 
 
 def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
+    """Return the table of a profiled step: its first ``num_kernels`` kernels and their shares of the time."""
     times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
     roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
     table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
@@ -298,7 +305,7 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
 
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[Engine]:
-    """Run an engine for one command."""
+    """Run an engine for one command; it is shut down when the ``with`` block ends."""
     config = _quiet(config)
     with Console(stderr=True).status(f"Loading {config.model or 'the bundled model'} …"):
         engine = Engine(**asdict(config))
@@ -315,6 +322,7 @@ def _quiet(config: EngineConfig) -> EngineConfig:
 
 
 def _cache_dir(given: str | None) -> str:
+    """Return the cache directory: the given one or, for None, that of the environment or the default."""
     return (EngineConfig.create() if given is None else EngineConfig.create(cache_dir=given)).cache_dir
 
 

@@ -72,7 +72,11 @@ class Remote:
 
 
 def message_of(content: Any) -> str:
-    """Return the message in the body of an error, in any of the known forms."""
+    """Return the message in the body of an error, in any of the known forms.
+
+    Those are OpenAI's ``{"error": {"message": …}}``, the native ``{"message": …}``, and ``{"error": …}``.
+    Any other body is returned as text.
+    """
     for name in ("error", "message"):
         if isinstance(content, dict):
             content = content.get(name, content)
@@ -80,6 +84,7 @@ def message_of(content: Any) -> str:
 
 
 def _is_loopback(url: str) -> bool:
+    """Whether the host of a URL names this machine; False also for a URL that cannot be parsed."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -88,6 +93,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def _reason(response: Any) -> str:
+    """Return why a server refused a request: its message, else the standard text of the status."""
     try:
         text = response.read().decode()
         if response.headers.get("content-type", "").startswith("text/plain"):

@@ -32,6 +32,7 @@ class TokenTable:
     """
 
     def __init__(self, tokens: list[bytes], special_ids: Collection[int] = ()) -> None:
+        """Make a table of ``tokens``, the bytes of each id; the texts of ``special_ids`` can be left out."""
         self.tokens = tokens
         self.pieces = [_piece(token) for token in tokens]
         self.visible = list(self.pieces)  # as `pieces`, but with empty special tokens
@@ -90,6 +91,7 @@ class Detokenizer:
 
 
 def _piece(token: bytes) -> str | None:
+    """Return the bytes as text, or None if they are not valid UTF-8."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -115,6 +117,7 @@ def _token_to_bytes(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _from_alphabet(text: str, alphabet: dict[str, int]) -> bytes:
+    """Return the bytes of a byte-level token, in which each character stands for one byte."""
     try:
         return bytes([alphabet[char] for char in text])
     except KeyError:  # an added token is written as plain text
@@ -122,6 +125,7 @@ def _from_alphabet(text: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _from_sentencepiece(text: str) -> bytes:
+    """Return the bytes of a SentencePiece token; one like ``<0x0A>`` is a single byte."""
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return bytes([int(text[3:5], 16)])
     return text.replace(_SPACE, " ").encode()
@@ -140,7 +144,9 @@ def byte_alphabet() -> dict[str, int]:
 class _PrefixMatch:
     """Tracks the longest prefix of a stop string that the text ends with. ``size`` is its length.
 
-    The time is proportional to the text, however often a long prefix fails to match (Knuth-Morris-Pratt).
+    The time is proportional to the text, however often a long prefix fails to match (Knuth-Morris-Pratt). For
+    that the class keeps borders: a border of a prefix is a shorter prefix with which it also ends. They are
+    computed only for prefixes that have occurred, because a stop string may be long.
     """
 
     __slots__ = ("_borders", "_stop", "size")
@@ -154,6 +160,7 @@ class _PrefixMatch:
         """Take more text. It must not complete the stop string."""
         stop, size, at = self._stop, self.size, 0
         while at < len(text):
+            # Where no prefix matches, go on at the next character that may begin one.
             if size == 0 and (at := text.find(stop[0], at)) < 0:
                 break
             if text[at] == stop[size]:
@@ -161,10 +168,11 @@ class _PrefixMatch:
                 if size > len(self._borders):
                     self._add_border()
             else:
-                size = self._borders[size - 1]
+                size = self._borders[size - 1]  # the next shorter prefix that still matches
         self.size = size
 
     def _add_border(self) -> None:
+        """Compute the longest border of the next longer prefix, from those of the shorter ones."""
         stop, borders = self._stop, self._borders
         size, last = borders[-1], stop[len(borders)]
         while size and stop[size] != last:
@@ -181,6 +189,7 @@ class StopMatcher:
     __slots__ = ("_held", "_keep", "_prefixes", "_stops")
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """Look for ``stops``, of which none is empty; ``keep`` leaves the one found in the text."""
         self._stops = stops
         self._prefixes = [_PrefixMatch(stop) for stop in stops]
         self._keep = keep  # whether the stop string stays in the text
@@ -193,6 +202,7 @@ class StopMatcher:
         start, end = 0, len(buffer) + 1
         for stop in self._stops:
             at = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            # The first end counts and, among equal ends, the longest stop string.
             if at >= 0 and (at + len(stop), at) < (end, start):
                 found, start, end = stop, at, at + len(stop)
         if found is not None:
@@ -224,17 +234,22 @@ def max_chars_per_token(tokenizer: Tokenizer, tokens: Iterable[bytes]) -> int | 
         return None
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
         return None
-    num_chars = (len(token.translate(None, _CONTINUATION)) for token in tokens)  # that begin in the token
+    # The characters that begin in the token: bytes that continue a character do not count.
+    num_chars = (len(token.translate(None, _CONTINUATION)) for token in tokens)
     return shrinks * max(1, *num_chars)
 
 
 def _state(part: Any) -> Mapping[str, Any]:
+    """Return a part's settings as the tokenizer.json has them; empty if the tokenizer lacks the part."""
     state: Mapping[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return state
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
-    """Return the most characters that become one; None: there is no limit."""
+    """Return the most characters that a normalizer turns into one; None: there is no limit.
+
+    In a sequence the limits multiply.
+    """
     kind = normalizer.get("type")
     if kind is None:
         return 1
@@ -252,6 +267,7 @@ def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer keeps every character; kinds that are not known count as if they did not."""
     kind = pre_tokenizer.get("type")
     if kind == "Sequence":
         return all(map(_keeps_all, pre_tokenizer["pretokenizers"]))

@@ -71,6 +71,7 @@ class WorkerHealth:
     """
 
     def __init__(self, num_ranks: int, *, ping_s: float, stall_s: float, now: float) -> None:
+        """Allow each rank ``ping_s`` seconds of silence, and its loop ``stall_s`` seconds per turn."""
         self.period = heartbeat_period(ping_s)
         self._ping_s = ping_s
         self._stall_s = stall_s
@@ -119,6 +120,7 @@ class Admission:
         Raises:
             OverloadedError: more requests would wait than ``max_queued_requests``.
         """
+        # Requests that were sent, and that the scheduler's last output does not count yet.
         in_transit = self.num_sent - self.num_rejected - now.num_accepted
         waiting = now.num_waiting + max(0, in_transit) + num_arriving
         # If requests wait already, the scheduler could not admit them: then free slots do not count.

@@ -48,7 +48,12 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in flight: collects tokens, holds back text that may begin a stop string, and ends once."""
+    """One request in flight: collects tokens, holds back text that may begin a stop string, and ends once.
+
+    :class:`~segue.frontend.tokenizer_manager.TokenizerManager` adds what the scheduler sends, and the reader,
+    which is the code that answers the client, takes it. The scheduler does not know stop strings: where one
+    is complete, ``cut`` is set, further tokens are ignored, and the scheduler is asked to end the request.
+    """
 
     request: InitVar[GenerateRequest]
     prompt_ids: Sequence[int]
@@ -59,7 +64,7 @@ class RequestState:
     batch_id: str | None = None
     rid: str = field(init=False)
     wants_logprobs: bool = field(init=False)
-    first_token_at: float = 0.0
+    first_token_at: float = 0.0  # 0: there is none yet
     last_token_at: float = 0.0
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -79,6 +84,7 @@ class RequestState:
     _matched: str | None = None
 
     def __post_init__(self, request: GenerateRequest, table: TokenTable) -> None:
+        """Take from the request what is needed later: the request itself, with its prompt, is not kept."""
         options = request.options
         self.rid = request.rid
         self.wants_logprobs = self.params.logprobs >= 0
@@ -123,7 +129,7 @@ class RequestState:
                 self._append_text(rest)
             if self.cut < 0 and self._matcher is not None:
                 self._parts.append(self._matcher.flush())
-        if (cut := self.cut) >= 0:
+        if (cut := self.cut) >= 0:  # what was generated behind the stop string is no part of the reply
             versions = [(v, start, min(end, cut)) for v, start, end in finished.versions if start < cut]
             stopped = {"reason": "stop", "matched": self._matched, "message": None, "num_tokens": cut}
             finished = structs.replace(finished, **stopped, versions=versions)
@@ -164,6 +170,10 @@ class RequestState:
         return self.take()
 
     def _append_text(self, text: str) -> bool:
+        """Add text as far as it may be shown; return whether it completed a stop string.
+
+        Stop strings do not count within the first ``min_new_tokens`` tokens.
+        """
         self._length += len(text)
         if self._matcher is None or len(self.ids) <= self.params.min_new_tokens:
             self._parts.append(text)
@@ -184,6 +194,7 @@ class Generation:
     """
 
     def __init__(self, num_requests: int, abort: Callable[[str], None]) -> None:
+        """Begin a call of ``num_requests`` requests; ``abort`` aborts one that was sent, by its rid."""
         self.states: list[RequestState] = []  # of the requests that were sent, in their order
         self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
         self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
@@ -266,9 +277,10 @@ class Generation:
                 raise error
 
     async def accepted(self) -> None:
-        """Wait until a request has output, at most ``ACCEPT_S``: the scheduler may refuse a request.
+        """Wait until a request has output, at most ``ACCEPT_S``, because the scheduler may refuse a request.
 
-        It refuses requests before it runs any of the same batch.
+        A refusal that comes before the reply begins is answered with its own status, and not within a stream.
+        The scheduler refuses requests before it runs any of the same batch, so one output is enough.
 
         Raises:
             SegueError: a request was refused, or has failed.
@@ -284,7 +296,7 @@ class Generation:
                 raise state.error
 
     def _stream(self) -> None:
-        """Have every token wake the reader, and have it look at what has come before."""
+        """Have every token wake the reader; also wake it now, for what has come before."""
         for state in self.states:
             state.streaming = True
         self.changed.set()

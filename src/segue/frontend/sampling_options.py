@@ -145,6 +145,7 @@ class SamplingOptions:
             self._check_range("logit_bias", bias, bias_range)
 
     def _check_range(self, option: str, value: float, rule: Meta) -> None:
+        """Raise InvalidRequestError unless a value of ``option`` is within the bounds of ``rule``."""
         # Comparisons, unlike conversions, work for integers of any size.
         least = value > rule.gt if rule.gt is not None else value >= cast(float, rule.ge)
         if not (least and (value < math.inf if rule.le is None else value <= rule.le)):

@@ -22,11 +22,13 @@ class Histogram:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...], per_second: int = 1000) -> None:
+        # `bounds` are given in units of which `per_second` make a second.
         self.bounds = [bound / per_second for bound in bounds]
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def observe(self, value: float) -> None:
+        """Count a value, in seconds, under the first bound that is not below it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

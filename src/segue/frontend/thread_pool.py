@@ -45,7 +45,7 @@ class ThreadPool:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._end is not None and future.cancelled():
+            if self._end is not None and future.cancelled():  # by `close`, and not with the caller
                 raise self._end from None
             raise
 

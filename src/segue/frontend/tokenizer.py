@@ -173,7 +173,7 @@ class PromptEncoder:
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
             return self._encode_all(requests, shared)
         work = asyncio.ensure_future(self._encode_in_pieces(requests, shared))
-        call.encoding = work
+        call.encoding = work  # so that the abort of all requests can cancel it
         try:
             await asyncio.wait([work])
             if work.cancelled():  # by the abort of all requests
@@ -202,7 +202,10 @@ class PromptEncoder:
         return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
 
     def encode(self, request: GenerateRequest) -> Sequence[int]:
-        """Return the token ids of one prompt, checked."""
+        """Return the token ids of one prompt: a text is tokenized, and ids are checked.
+
+        Raises what :meth:`encode_call` does for a prompt that is empty, too long or of unknown ids.
+        """
         prompt = request.prompt
         if isinstance(prompt, str):
             tokenizer = self._tokenizer_for(request.param)
@@ -242,7 +245,8 @@ class PromptEncoder:
     async def check_parts(self, request: GenerateRequest) -> None:
         """Raise ContextLengthError if the parts of a long text already exceed the context.
 
-        The whole text is tokenized in one call, which cannot be interrupted. A part takes little time.
+        The whole text is tokenized in one call, which cannot be interrupted. A part takes little time. Tokens
+        at the cuts may differ from those of the whole text, so ``PROBE_SLACK`` is subtracted for each part.
         """
         text = request.prompt
         if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len:
@@ -258,6 +262,10 @@ class PromptEncoder:
     async def _encode_in_pieces(
         self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
     ) -> list[EncodedPrompt]:
+        """Do as :meth:`_encode_all` in threads, a piece at a time, so that other calls get their turns.
+
+        A prompt that is a piece alone may be long, so its parts are checked first.
+        """
         encoded: list[EncodedPrompt] = []
         for part in _split(requests):
             if len(part) == 1:
@@ -266,6 +274,7 @@ class PromptEncoder:
         return encoded
 
     def _tokenizer_for(self, param: str) -> Tokenizer:
+        """Return the tokenizer; raises InvalidRequestError for the field ``param`` if the model has none."""
         if self.tokenizer is None:
             text = "this model has no tokenizer; give the prompt as token ids"
             raise InvalidRequestError(text, param=param)
@@ -325,7 +334,11 @@ def _cost(request: GenerateRequest) -> int:
 
 
 def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return the class that AutoTokenizer would choose; itself, which imports torch, where that is hard."""
+    """Return the name of the class of transformers that loads a tokenizer.
+
+    ``AutoTokenizer`` would find it, but imports torch. So it is named only where the choice is hard.
+    ``settings`` is the tokenizer_config.json, and ``config`` the model's config.json.
+    """
     declared = settings.get("tokenizer_class")
     if CONVERTED_KEY in settings:
         return _GENERIC
@@ -349,4 +362,5 @@ def _lacks_sentencepiece(directory: Path) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or the name of its class if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

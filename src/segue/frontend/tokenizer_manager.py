@@ -37,7 +37,12 @@ Answer = TypeVar("Answer", control.State, control.Paused, control.Continued, con
 
 
 class TokenizerManager:
-    """Holds one state per request. It lives on one event loop; :mod:`segue.launch.runtime` feeds it."""
+    """Holds one state per request. It lives on one event loop; :mod:`segue.launch.runtime` feeds it.
+
+    A request is *arriving* from :meth:`submit` until its prompt is encoded. Then it is sent to the scheduler
+    and has a state, until it ends. In both times it is in flight, and its rid is taken. A control call, such
+    as a pause, has a number, by which its answer is found.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,11 @@ class TokenizerManager:
         life: Life,
         max_queued_requests: int,
     ) -> None:
+        """Take the limits from ``ready``, which the workers send when they can serve; ``send`` sends to them.
+
+        Without a ``tokenizer`` prompts must be token ids, and every text is empty. ``eos_ids`` are those of
+        the model's configuration, to which the tokenizer's are added.
+        """
         self.ready = ready
         self.stats = Stats()
         self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
@@ -119,7 +129,7 @@ class TokenizerManager:
             if batch_id is not None:
                 self._batches.pop(batch_id, None)
             for state in generation.states:
-                state.batch_id = None
+                state.batch_id = None  # else `_forget` would look for the batch
             generation.close()
             raise
         finally:
@@ -183,7 +193,7 @@ class TokenizerManager:
                 self._send(Abort(rid=each, message=message))
 
     def _abort_arriving(self, rids: Iterable[str], message: str | None) -> int:
-        """Abort requests that are not sent yet. Return how many were not aborted before."""
+        """Abort requests that are not sent yet; return how many were not aborted before."""
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
         return sum(generation.abort(rid, message) for rid, generation in arriving)
 
@@ -205,7 +215,7 @@ class TokenizerManager:
             self._send(message(call))
             answer = await self._calls[call]
         except asyncio.CancelledError:
-            if kind is WeightAnswer and self._life.error is None:
+            if kind is WeightAnswer and self._life.error is None:  # nobody waits for a group to be met
                 self._send(WithdrawCall(call))
             raise
         finally:
@@ -233,7 +243,10 @@ class TokenizerManager:
     async def ask_weights(
         self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
     ) -> WeightAnswer:
-        """Have an operation on the weights performed; :class:`WeightCall` describes the arguments."""
+        """Have the workers perform an operation on the weights, and return their answer.
+
+        A checkpoint may be read from the directories ``roots`` (None: any) and, if ``from_hub``, by a hub id.
+        """
         return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
 
     async def get_state(self, *, check: bool = False) -> control.State:
@@ -258,6 +271,10 @@ class TokenizerManager:
         return PoisonedError(f"the weights are poisoned ({why}); update all of them, or restart the engine")
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
+        """Raise an error if the engine cannot serve, or if an id is in flight or occurs twice.
+
+        Requests and batches share one space of ids, because :meth:`abort` takes either.
+        """
         if (trouble := self.trouble) is not None:
             raise trouble
         seen: set[str] = set()
@@ -314,6 +331,10 @@ class TokenizerManager:
         self.hang(error)
 
     def _on_step(self, output: control.SchedulerOutput) -> None:
+        """Give the requests the tokens of a step, and end those that ended in it.
+
+        Tokens of unknown requests are dropped: their ends have been handled before.
+        """
         now = time.monotonic()
         stats, states, logprobs = self.stats, self._states, output.logprobs
         stats.counters = output.counters
@@ -345,6 +366,7 @@ class TokenizerManager:
             self._finish(finished, now)
 
     def _finish(self, finished: Finished, now: float) -> None:
+        """End a request as the scheduler did, and count its end by reason."""
         state = self._states.pop(finished.rid, None)
         if state is None:
             return
@@ -357,6 +379,7 @@ class TokenizerManager:
         self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
+        """Drop what is left of an ended request: its place in its batch."""
         if state.batch_id is not None:
             rids = self._batches[state.batch_id]
             rids.remove(state.rid)

@@ -36,13 +36,14 @@ class Channel:
         on_worker: Callable[[Ready | StartFailed | Heartbeat], None],
         on_error: Callable[[Exception], None],
     ) -> None:
+        """Open both sockets and begin to receive; must be called on the event loop that is to be used."""
         self._loop = asyncio.get_running_loop()
         self._on_worker = on_worker
         self._on_error = on_error
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(SchedulerMessage).decode
         self._push, self._pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        self._push.set_hwm(0)
+        self._push.set_hwm(0)  # 0: no limit, so no message is ever dropped
         self._pull.set_hwm(0)
         self._push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._push.connect(to_scheduler)  # the scheduler binds it later; from now on, messages are queued
@@ -65,6 +66,11 @@ class Channel:
             self._pull.close(linger=0)
 
     def _drain(self) -> None:
+        """Receive until no message is left, but for at most ``TURN_S``; then go on in a later turn.
+
+        Called when the receiving socket's descriptor signals. It signals only changes, so a message that is
+        left would not be announced again.
+        """
         until = time.monotonic() + TURN_S
         while not self._pull.closed:
             try:

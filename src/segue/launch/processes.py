@@ -88,6 +88,7 @@ class WorkerProcesses:
     """One process per rank. A worker ends when its standard input closes, so also when this process dies."""
 
     def __init__(self, config: EngineConfig, run_dir: Path, command: Sequence[str] = WORKER_COMMAND) -> None:
+        """Choose the sockets' addresses in ``run_dir``; ``command`` is the command line of a worker."""
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
@@ -119,9 +120,9 @@ class WorkerProcesses:
     async def stop(self, polite_s: float, patience_s: float) -> bool:
         """Stop all workers, and return True.
 
-        Rank 0 has ``polite_s`` seconds to end by itself. Then the lifelines are closed. Workers that run
-        after ``patience_s`` seconds are killed. May be called again. Starts no thread, because none can start
-        at the interpreter's exit.
+        Rank 0 has ``polite_s`` seconds to end by itself. Then every worker's standard input is closed, at
+        which it ends. Workers that still run ``patience_s`` seconds after the call are killed. May be called
+        again. Starts no thread, because none can start at the interpreter's exit.
         """
         self._stopping = True
         deadline = time.monotonic() + patience_s
@@ -139,10 +140,12 @@ class WorkerProcesses:
         return True
 
     async def _wait(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+        """Wait until all ``processes`` have ended, or until ``deadline``, a time of the monotonic clock."""
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 
     def _send_config(self, process: subprocess.Popen[bytes], rank: int) -> None:
+        """Write a worker its options, its rank and the sockets' directory, as a line of JSON to its input."""
         line = {
             "config": asdict(self._config),
             "rank": rank,
@@ -155,17 +158,22 @@ class WorkerProcesses:
             process.stdin.flush()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], on_exit: Callable[[str], None]) -> None:
+        """Wait in a thread for a worker's end, and report it unless the workers are being stopped."""
         code = process.wait()
         if not self._stopping:
             on_exit(f"worker rank {rank} (pid {process.pid}) ended {describe_exit(code)}")
 
 
 class EmbeddedScheduler:
-    """Runs rank 0's scheduler and model runner in a thread of this process. There is no other rank."""
+    """Runs rank 0's scheduler and model runner in a thread of this process. There is no other rank.
+
+    It has the attributes and methods of :class:`WorkerProcesses`, so that the runtime can use either.
+    """
 
     addresses = ("inproc://to_scheduler", "inproc://to_frontend")
 
     def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Prepare the thread. ``context`` must be the frontend's: its sockets join threads of one process."""
         self._config = config
         self._run_dir = run_dir
         self._context = context
@@ -178,7 +186,10 @@ class EmbeddedScheduler:
         self._thread.start()
 
     async def stop(self, polite_s: float, patience_s: float) -> bool:
-        """Wait until the thread has taken ``Shutdown``. It cannot be killed. Return whether it has ended."""
+        """Wait until the thread has ended, as it does once it has received ``Shutdown``.
+
+        A thread cannot be killed: after the longer of the two times this returns False if it still runs.
+        """
         deadline = time.monotonic() + max(polite_s, patience_s)
         while self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -186,9 +197,10 @@ class EmbeddedScheduler:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Run the scheduler until it ends or fails, then report the reason."""
         reason = "the embedded scheduler ended"
         try:
-            from segue.worker.main import run_scheduler  # torch
+            from segue.worker.main import run_scheduler  # imports torch, which takes seconds
 
             run_scheduler(self._config, self._run_dir, self.addresses, self._context, embedded=True)
         except Exception as error:

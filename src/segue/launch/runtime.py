@@ -52,6 +52,10 @@ class Runtime:
     def __init__(
         self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
     ) -> None:
+        """Open the sockets to the workers, which :meth:`start` then starts.
+
+        ``embedded`` runs the scheduler in this process, and ``command`` starts a worker process.
+        """
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
@@ -111,7 +115,7 @@ class Runtime:
                 max_prompts=config.max_queued_requests,
                 encoder=runtime._manager.encoder,
             )
-            if runtime.life.error is not None:
+            if runtime.life.error is not None:  # a worker has ended since it was ready
                 raise EngineStartError(runtime.life.error.message)
             runtime.life.advance(LifeState.ACTIVE)
             if not embedded:  # an embedded scheduler is part of this process, and is not watched
@@ -199,9 +203,10 @@ class Runtime:
                 await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
             except TimeoutError:
                 logger.warning("%d requests did not end at shutdown", self._manager.num_requests)
+        # Workers of an engine that has failed, or never was ready, are not waited for.
         polite_s = STOP_S / 2 if self._manager is not None and self.life.error is None else 0.0
         self._end(EngineDeadError("the engine was shut down"))
-        if not self._ready.cancel() and not self._ready.cancelled():
+        if not self._ready.cancel() and not self._ready.cancelled():  # it has a result, or an exception
             self._ready.exception()  # mark the exception as retrieved: asyncio would log it
         self._channel.send(Shutdown())
         ended = await self._workers.stop(polite_s, STOP_S)
@@ -215,6 +220,7 @@ class Runtime:
             self.life.advance(LifeState.DRAINING)
 
     async def _check_workers_forever(self) -> None:
+        """Judge the heartbeats twice per period, as a task, until the shutdown cancels it."""
         config = self.config
         self._vitals = WorkerHealth(
             config.tp, ping_s=config.ping_s, stall_s=config.stall_s, now=time.monotonic()
@@ -248,6 +254,7 @@ class Runtime:
                 self._vitals.note(message, time.monotonic())
 
     def _on_error(self, error: Exception) -> None:
+        """End the engine: a message was lost, so requests could wait forever."""
         logger.error("the frontend failed on a message of the scheduler", exc_info=error)
         self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
 
@@ -257,6 +264,11 @@ class Runtime:
             self._loop.call_soon_threadsafe(self._on_worker_exit, reason)
 
     def _on_worker_exit(self, reason: str) -> None:
+        """Fail the start, or end the engine, because a worker has ended by itself with this ``reason``.
+
+        A worker that fails sends ``StartFailed`` before it ends. The exit may be known first, so the message
+        has ``LAST_MESSAGE_S`` to arrive, and what comes first decides the error.
+        """
         if self._is_shut_down or self.life.error is not None:
             return
         if not self._ready.done():  # a message with the reason may be in transit
@@ -266,16 +278,19 @@ class Runtime:
             self._die(EngineDeadError(f"{reason}; the engine has ended, start it again"))
 
     def _fail_start(self, error: SegueError) -> None:
+        """Have :meth:`start` raise the error, unless the workers were ready or it has failed before."""
         if not self._ready.done():
             self._ready.set_exception(error)
 
     def _die(self, error: SegueError) -> None:
+        """End a running engine that cannot go on, and tell who waits for :attr:`died`. Not for a shutdown."""
         if self.life.error is None:
             logger.error("%s", error.message)
             self._end(error)
             self.died.set_result(error)
 
     def _end(self, error: SegueError) -> None:
+        """Mark the engine as dead, and end every request and call with the error; the first error stays."""
         if self.life.error is None:
             self.life.advance(LifeState.DEAD, error)
             if self._manager is not None:
@@ -283,11 +298,16 @@ class Runtime:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Do as ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled."""
+    """Return the result of ``work``, done in a thread of its own.
+
+    As ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled: so a start
+    that is interrupted while it reads a model ends at once.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # then a cancelled caller does not cancel it
 
     def run() -> None:
+        """Do the work, and hand its result or its error to the caller."""
         try:
             future.set_result(work())
         except Exception as error:

@@ -1,4 +1,9 @@
-"""Who may use a route: each one declares its level, and the check runs where it was matched."""
+"""Who may use a route.
+
+Each route declares its level of :class:`Access`. When Starlette has matched a :class:`GuardedRoute`, the
+route asks the server's :class:`Gate` before its endpoint runs. :func:`unmatched` asks it for all other
+requests.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +40,17 @@ class Gate:
     """The checks of one server, in their order: key, host, origin, type of the body."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Keep the keys that each level accepts; raises ConfigError if a host or an origin is not valid.
+
+        The admin key opens the user's routes too, so that one client needs one key.
+        """
         self.guard = HttpGuard(
             config.host, allowed_hosts=config.allowed_hosts, cors_origin=config.cors_origin
         )
         admin = [config.admin_api_key.encode()] if config.admin_api_key else []
         user = [config.api_key.encode(), *admin] if config.api_key else []
-        self._keys: dict[Access, list[bytes] | None] = {  # None: nothing is checked
+        self._keys: dict[Access, list[bytes] | None] = {
+            # None: nothing is checked. An empty list: no key is needed, but all else is checked.
             Access.OPEN: None,
             Access.METRICS: None if config.open_metrics else user,
             Access.USER: user,
@@ -63,7 +73,10 @@ class Gate:
         self.guard.check(scope, headers, guards_reading=access is Access.ADMIN)
 
     def check_key(self, headers: Headers, access: Access) -> None:
-        """Check the key alone; raises AuthenticationError."""
+        """Raise AuthenticationError unless ``headers`` carry a key of the level.
+
+        Where the level needs no key, every request passes.
+        """
         keys = self._keys[access]
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Each key is compared, in a time that does not tell where it differs.
@@ -79,6 +92,7 @@ class GuardedRoute(Route):
     """A route that checks a request before anything of its endpoint runs, whatever the method."""
 
     def __init__(self, path: str, endpoint: Endpoint, method: str, group: Routes) -> None:
+        """Make a route of one ``method``, with the level of access and the form of errors of ``group``."""
         super().__init__(path, endpoint, methods=[method])
         self.methods = {method}  # Starlette adds HEAD, which nobody needs here
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
@@ -89,13 +103,16 @@ class GuardedRoute(Route):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request that this route matched, then answer it; raises what :meth:`Gate.check` does."""
-        scope["refusal"] = self._refusal
+        scope["refusal"] = self._refusal  # by this the application's error handler answers
         scope["app"].state.gate.check(scope, self.access)
         await super().handle(scope, receive, send)
 
 
 class Routes(list[BaseRoute]):
-    """The routes of one room, all of one level of access; ``refusal`` answers their errors."""
+    """Routes that share a level of access, a tag in OpenAPI and, in ``refusal``, the form of their errors.
+
+    A module of routes makes one such list, and adds its endpoints by the decorators.
+    """
 
     def __init__(self, access: Access, tag: str, refusal: Refusal = error_response) -> None:
         super().__init__()
@@ -145,6 +162,7 @@ def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:
     router = Router(routes)  # redirects where only a slash at the end differs, else answers 404
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the key and the host, which no route has done, then redirect or answer 404."""
         if scope["type"] == "http":
             headers = dict(scope["headers"])
             gate.check_key(headers, Access.USER)

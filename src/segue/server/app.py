@@ -22,16 +22,16 @@ routes = Routes(Access.USER, "About")
 
 
 def create_app(config: EngineConfig) -> Starlette:
-    """The application. It answers 503 until ``app.state.runtime`` is set.
+    """Make the application. It answers 503 until the caller sets ``app.state.runtime``, the engine.
 
     Raises:
-        ConfigError: a host or an origin in the options is none.
+        ConfigError: an allowed host or an origin in the options is not valid.
         TypeError: a route declares no level of access.
     """
     kinds = (SegueError, HTTPException, ClientDisconnect, Exception)
-    rooms = (generation_routes, control_routes, health, metrics)
+    modules = (generation_routes, control_routes, health, metrics)
     app = Starlette(
-        routes=[*(route for room in rooms for route in room.routes), *routes],
+        routes=[*(route for module in modules for route in module.routes), *routes],
         exception_handlers=dict.fromkeys(kinds, _on_error),
     )
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
@@ -39,11 +39,13 @@ def create_app(config: EngineConfig) -> Starlette:
     app.state.gate = gate = Gate(config)
     app.router.default = unmatched(gate, app.router.routes)
     require_levels(app.router.routes)
+    # Each route makes the other checks, since they depend on its level of access.
     install(app, gate.guard, error_response, checks_all=False)
     return app
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
+    """Answer an error that left a route or the router; the client is told nothing of a bug's details."""
     path = request.url.path
     match error:
         case SegueError():

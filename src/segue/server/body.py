@@ -21,7 +21,8 @@ INLINE_BYTES = 1 << 14  # largest body that is decoded in one call, on the event
 async def read_json(request: Request, check: Callable[[Any], T], shape: Callable[[ServedModel], Shape]) -> T:
     """Returns the result of ``check`` for the decoded body; an empty body decodes to ``{}``.
 
-    A body of more than ``INLINE_BYTES`` is decoded by its ``shape`` and checked in a thread.
+    ``shape`` makes, of the served model, the :class:`Shape` that says which fields may be large. By it a body
+    of more than ``INLINE_BYTES`` is decoded, in a thread, where it is checked too.
 
     Raises:
         EngineStartError: the engine is still starting; the body was not read.
@@ -41,7 +42,11 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
 
 
 async def read_bytes(request: Request, limit_mib: int) -> bytes:
-    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB."""
+    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB.
+
+    A body whose ``Content-Length`` is above the limit is not read. Where that header is absent or wrong, the
+    received bytes are counted.
+    """
     limit = limit_mib * MIB
     announced = request.headers.get("content-length", "")
     if not announced.isdigit() or int(announced) <= limit:
@@ -52,7 +57,7 @@ async def read_bytes(request: Request, limit_mib: int) -> bytes:
             if size > limit:
                 break
             chunks.append(chunk)
-        else:
+        else:  # the body ended within the limit
             return b"".join(chunks)
     text = f"the body is larger than {limit_mib} MiB; send less, or raise --max-body-mib"
     raise RequestTooLargeError(text)

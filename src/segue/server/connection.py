@@ -40,6 +40,10 @@ class Awaited(Enum):
 class Connection(HttpToolsProtocol):
     """Reads requests and sends replies; :class:`Connections` checks its deadlines regularly.
 
+    In uvicorn's words, a cycle is a request and its reply, ``cycle`` is the one received last, and
+    ``pipeline`` has those that were received before the reply of an earlier one was complete, and that wait
+    for it. ``flow`` pauses reading. What the client has to send next is kept as :class:`Awaited`.
+
     A client that closes only its sending side counts as disconnected, as one that closes the connection does.
 
     Java's HTTP client offers HTTP/2 in an ``Upgrade`` header of every first request. A server may ignore
@@ -49,11 +53,12 @@ class Connection(HttpToolsProtocol):
     flow: Backpressure
 
     def __init__(self, *, connections: Connections, **of_uvicorn: Any) -> None:
+        """Make the protocol of a client that is not connected yet; ``of_uvicorn`` goes to uvicorn's own."""
         super().__init__(**of_uvicorn)
         self._connections = connections
         self._limits = connections.limits
         self._application: Any = self.app
-        self._answering: RequestResponseCycle | None = None
+        self._answering: RequestResponseCycle | None = None  # the application works on this one
         self._room = Room.ORDINARY
         self._awaited = Awaited.IDLE
         self._since = 0.0  # when waiting for `_awaited` began, by `Backpressure.unpaused`
@@ -133,7 +138,7 @@ class Connection(HttpToolsProtocol):
         self._num_unparsed = 0
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
-        self.app = self._choose_application()
+        self.app = self._choose_application()  # uvicorn's method, called next, starts it
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
@@ -157,7 +162,7 @@ class Connection(HttpToolsProtocol):
             self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         self._release_bytes()
-        self._enter(self._awaited)
+        self._enter(self._awaited)  # the same part, but only from now on the client is waited for
 
     def send_400_response(self, msg: str) -> None:
         """Answer 400 to bytes that the parser cannot read, in place of uvicorn's own text."""
@@ -165,6 +170,11 @@ class Connection(HttpToolsProtocol):
             self.refuse(InvalidRequestError(UNREADABLE))
 
     def _enter(self, awaited: Awaited) -> None:
+        """Note what the client has to send next, and begin anew to measure how long it takes.
+
+        Also tells :class:`Connections`: a connection is in ``bodies`` while a body is incomplete, and in
+        ``waiting`` while the client owes a head and the server owes no answer.
+        """
         connections = self._connections
         self._awaited = awaited
         self._since = self.flow.unpaused(connections.now)
@@ -176,6 +186,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _owes_answer(self) -> bool:
+        """Whether the reply to the request that was received last is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
@@ -206,6 +217,7 @@ class Connection(HttpToolsProtocol):
     def refuse(self, error: SegueError) -> None:
         """Answer with the error unless an answer has begun, and close the connection."""
         if self._may_answer:
+            # Where the path is not known, the error gets the form of OpenAI's routes.
             response = error_response(error, self.scope["path"] if self._owes_answer else "/v1/")
             headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
             head = STATUS_LINE[response.status_code] + b"".join(b"%s: %s\r\n" % each for each in headers)
@@ -231,12 +243,13 @@ class Connection(HttpToolsProtocol):
         """Close the connection at once; a client that has begun to send a request is answered 503 first."""
         if self._awaited is not Awaited.IDLE or self._owes_answer:
             self.refuse(OverloadedError(NO_ROOM))
-        if self.transport.get_write_buffer_size():
+        if self.transport.get_write_buffer_size():  # a plain close would wait until the client reads it
             self.transport.abort()
         else:
             self.transport.close()
 
     def _stop_parsing(self, message: str) -> None:
+        """Answer 400, and raise ValueError, because only an error keeps httptools from parsing on."""
         self.refuse(InvalidRequestError(message))
         raise ValueError(message)
 
@@ -255,7 +268,11 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _late_with(self, now: float) -> str | None:
-        """Returns what the client has not sent in time, for a 408; empty: a 408 would be misunderstood."""
+        """Returns what the client has not sent in time, as the text of a 408; None: it is in time.
+
+        An empty text means that the connection is to be closed without a 408, which the client would take
+        for the answer to another request.
+        """
         limits, waited = self._limits, self.waited(now)
         if self._awaited is Awaited.BODY:
             if not self._owes_answer:
@@ -272,7 +289,12 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _check_unsent(self, now: float, unsent: int) -> None:
-        """Abort if the client reads its reply more slowly than ``reply_rate``."""
+        """Abort if the client reads its reply more slowly than ``reply_rate``.
+
+        ``unsent`` is the number of bytes that wait to be sent. A measurement compares two such numbers, and
+        lasts for one of the two times of silence. While a stream grows, the number says nothing of the client
+        unless writing is paused: so only then it is measured.
+        """
         limits = self._limits
         is_finished = not self._owes_answer or self.transport.is_closing()
         if self._unsent is None or not (is_finished or self.flow.write_paused):
@@ -290,7 +312,10 @@ class Connection(HttpToolsProtocol):
         return self.flow.unpaused(now) - self._since
 
     def silence(self, now: float) -> float:
-        """Returns the seconds without a byte of a body, or with a finished reply unread; else 0."""
+        """Returns for how long the client has sent no byte of a body, or has left a finished reply unread.
+
+        In seconds; 0 if neither is expected of it now. Long silence has it closed for a new connection.
+        """
         if self._awaited is Awaited.BODY and not self.flow.read_paused:
             return now - max(self._received_at, self.flow.resumed_at)
         if self._unsent is not None and not self._owes_answer:
@@ -305,14 +330,22 @@ class Connection(HttpToolsProtocol):
         return self._answering is self.cycle
 
     def rate(self, now: float) -> float:
-        """Returns the bytes per second of the request being received; infinite if none is, or if new."""
+        """Returns the bytes per second of the request being received, by which slow ones are refused first.
+
+        Infinite where nothing is to be refused: no request is being received, its first bytes have just come,
+        or an earlier request is still being answered.
+        """
         waited = self.waited(now)
         if self._awaited is Awaited.IDLE or waited <= 0.0 or not self._num_kept or not self.is_served:
             return math.inf
         return self._num_received / waited
 
     def release_read_body(self) -> None:
-        """Stop counting the bytes of a complete body that the application has read."""
+        """Stop counting the bytes of a complete body that the application has read.
+
+        :class:`Connections` calls this when bytes are scarce, because uvicorn does not tell when a body is
+        read.
+        """
         if self._num_kept and self._awaited is Awaited.IDLE and not (self.cycle.body or self.pipeline):
             self._release_bytes()
 
@@ -331,10 +364,12 @@ def _unchunked(application: ASGIApp, keep_alive: bool) -> ASGIApp:
     """
 
     async def answer(scope: Scope, receive: Receive, send: Any) -> None:
-        cycle: RequestResponseCycle = send.__self__
+        """Answer as the application does, through a ``send`` that adapts the reply."""
+        cycle: RequestResponseCycle = send.__self__  # uvicorn passes a method of the cycle
         has_length = False
 
         async def send_unchunked(message: Message) -> None:
+            """Send a part of the reply, after setting the cycle such that uvicorn makes no chunks of it."""
             nonlocal has_length
             if message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message["headers"]}
@@ -344,7 +379,7 @@ def _unchunked(application: ASGIApp, keep_alive: bool) -> ASGIApp:
                     cycle.chunked_encoding = False
                 elif keep_alive and b"connection" not in names:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"keep-alive")]}
-            elif not has_length:
+            elif not has_length:  # uvicorn compares each part with the length that is still to come
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

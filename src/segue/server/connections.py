@@ -30,7 +30,8 @@ READ_BYTES = 1 << 18  # the most that the event loop reads from a connection at 
 CROWDED = "too many request bodies are being received, and this one is slow or came last; retry later"
 
 # Why a connection is not read.
-BUFFER_FULL = "the application has not yet read the buffered body"  # for this, uvicorn pauses
+# For this uvicorn pauses, and while a pipelined request waits for an earlier one.
+BUFFER_FULL = "the application has not yet read the buffered body"
 OTHERS_FIRST = "the bodies of other connections are read first"
 
 
@@ -65,12 +66,15 @@ class ConnectionLimits:
 
     @classmethod
     def of_this_process(cls, max_body_mib: int) -> Self:
-        """Returns the limits for this process's descriptors and four bodies of ``max_body_mib`` at once."""
+        """Returns the limits for this process: its limit of open files bounds the number of connections.
+
+        Four bodies of the largest size, ``max_body_mib`` in MiB, may be received at once.
+        """
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
             descriptors = MAX_CONNECTIONS * 2
         room = descriptors - RESERVED_DESCRIPTORS - SPARE_CONNECTIONS
-        return cls(
+        return cls(  # where descriptors are few, a quarter of them, instead of none
             max_connections=min(MAX_CONNECTIONS, max(room, descriptors // 4)),
             body_bytes=max(BODY_BYTES, 4 * max_body_mib * MIB),
         )
@@ -97,7 +101,10 @@ class Room(Enum):
 class Connections:
     """The connections of one server.
 
-    ``now`` is the clock of all deadlines, in seconds. :meth:`tick` advances it.
+    ``now`` is the clock of all deadlines, in seconds; :meth:`tick` advances it. Where too many connections
+    are open, those that keep the server waiting give way to new ones: first one without a complete head
+    (``waiting``), else a stalled one, which has been silent for ``stalled_after_s``. Where bodies take more
+    than ``body_bytes``, slow ones are refused, and others are held: they are not read until there is room.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -116,7 +123,11 @@ class Connections:
     # --- opening and closing ---
 
     def opened(self, connection: Connection) -> Room:
-        """Add a new connection; where there is no room, the one that waits longest is closed."""
+        """Add a new connection; where there is no room, the one that waits longest is closed.
+
+        The connections beyond ``max_connections`` are spare: they reach only the health routes. Once those
+        are taken too, one that waits is closed however short its time.
+        """
         room, surplus = Room.ORDINARY, len(self._all) - self.limits.max_connections
         if surplus >= 0:
             self._log_full()
@@ -134,7 +145,10 @@ class Connections:
         self.body_ended(connection)
 
     def _make_room(self, patience_s: float) -> bool:
-        """Close the connection that has kept the server waiting longest; returns whether there was one."""
+        """Close the connection that has kept the server waiting longest; returns whether there was one.
+
+        One without a complete head counts only if it has waited for ``patience_s`` seconds.
+        """
         victim = next(iter(self.waiting), None)
         if victim is None or victim.waited(self.now) < patience_s:
             victim = self._next_stalled()
@@ -145,6 +159,7 @@ class Connections:
         return True
 
     def _next_stalled(self) -> Connection | None:
+        """Take the next connection that was stalled at the last sweep and still is; None: there is none."""
         while self._stalled:
             connection = self._stalled.popleft()
             if connection in self._all and connection.silence(self.now) >= self.limits.stalled_after_s:
@@ -152,6 +167,7 @@ class Connections:
         return None
 
     def _log_full(self) -> None:
+        """Warn that the maximum is reached, at most once per ``LOG_EVERY_S``."""
         if self.now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = self.now
             logger.warning(
@@ -172,6 +188,7 @@ class Connections:
             self._sweep()
 
     def _sweep(self) -> None:
+        """Check the deadlines of all connections, and list the stalled ones anew while the server is full."""
         now, limits = self.now, self.limits
         for connection in list(self._all):
             connection.check(now)
@@ -186,7 +203,11 @@ class Connections:
     # --- the bytes of bodies ---
 
     def received(self, connection: Connection, count: int) -> None:
-        """Count received bytes of an unfinished request; above ``body_bytes``, hold or refuse bodies."""
+        """Count received bytes of an unfinished request.
+
+        Above ``body_bytes``, slow bodies are refused. If that is not enough, this connection is held or,
+        above twice the limit, refused. The oldest body is neither, so that at least one completes.
+        """
         self.num_bytes += count
         most = self.limits.body_bytes
         if self.num_bytes <= most:
@@ -211,7 +232,10 @@ class Connections:
         self._resume_held()
 
     def _refuse_slow(self) -> None:
-        """Refuse bodies below ``crowded_rate``, the slowest first, until 3/4 of ``body_bytes`` are in use."""
+        """Refuse bodies below ``crowded_rate``, the slowest first, until 3/4 of ``body_bytes`` are in use.
+
+        Bytes that applications have read meanwhile are subtracted first: they may be enough.
+        """
         for connection in self._all:
             connection.release_read_body()
         now, limits = self.now, self.limits
@@ -230,6 +254,7 @@ class Connections:
         return next((connection for connection in self.bodies if connection.is_served), None)
 
     def _resume_held(self) -> None:
+        """Read the oldest body again if it was held; else as many held ones as the free bytes allow."""
         if not self._held:
             return
         oldest = self._oldest_body()
@@ -240,9 +265,13 @@ class Connections:
 
 
 class Backpressure(FlowControl):
-    """Pauses reading and measures the pauses, so that paused time does not count against the client."""
+    """Pauses reading and measures the pauses, so that paused time does not count against the client.
+
+    Reading goes on when none of the reasons, which are ``BUFFER_FULL`` and ``OTHERS_FIRST``, holds any more.
+    """
 
     def __init__(self, transport: asyncio.Transport, connections: Connections) -> None:
+        """Control the reading of one connection's ``transport``; the clock is that of ``connections``."""
         super().__init__(transport)
         self._connections = connections
         self._reasons: set[str] = set()

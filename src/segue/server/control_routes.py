@@ -111,8 +111,11 @@ async def server_info(request: Request) -> Response:
 
 
 def _failure(error: SegueError, path: str) -> Response:
-    """Answers an error in the form of the route's replies."""
-    kind = OPERATIONS.get(path[1:])
+    """Answers an error on a route of the weights in the form of the route's replies.
+
+    Those have ``success`` and ``message`` and, where the operation's replies have one, ``status``.
+    """
+    kind = OPERATIONS.get(path[1:])  # by the path without its slash
     status = {"status": "error"} if kind and "status" in kind.reply else {}
     return error_response(error, path, {"success": False, "message": error.message} | status)
 
@@ -121,7 +124,10 @@ weights = Routes(Access.ADMIN, "Control", _failure)
 
 
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:
+    """Returns the endpoint of an operation on weights: check the body, ask the workers, answer."""
+
     async def endpoint(request: Request) -> Response:
+        # Fields may come in the query as well as in the body. The operation's docstring becomes this one's.
         runtime = runtime_of(request)
         check = partial(_checked, kind, dict(request.query_params))
         operation = await read_json(request, check, partial(control, kind))
@@ -139,7 +145,10 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
 
 
 def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
-    """The limits of ``TokenizerManager.ask_weights`` that the server's options set; the ranks keep them.
+    """Returns what the server's options allow an operation to read, as arguments of ``ask_weights``.
+
+    Only an update from disk reads files: ``roots`` are the directories allowed (None: any), ``from_hub``
+    says whether the model may come from the hub. Each rank checks them when it reads.
 
     Raises:
         InvalidRequestError: whoever reaches the server could have it read any file.
@@ -159,6 +168,10 @@ def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
 
 
 def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> WeightOperation:
+    """Returns the operation that a body and the query ask for; the body's fields have priority.
+
+    Raises InvalidRequestError, or UnsupportedFieldError, for a wrong field.
+    """
     return parse(kind, {**query, **body} if isinstance(body, dict) else body, coerces="GET" in kind.methods)
 
 

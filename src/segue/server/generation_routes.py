@@ -41,7 +41,8 @@ from segue.server.responses import (
 )
 from segue.server.running import runtime_of
 
-Whole = Callable[[Generation], Awaitable[tuple[Any, int]]]  # gives the reply and its number of entries
+# Gives the reply, and its number of entries, such as tokens, which says how long encoding takes.
+Whole = Callable[[Generation], Awaitable[tuple[Any, int]]]
 Events = Callable[[Generation], AsyncGenerator[bytes, None]]
 
 openai = Routes(Access.USER, "OpenAI")
@@ -55,7 +56,11 @@ async def _answer(
     events: Events,
     error_body: Callable[[SegueError], dict[str, Any]],
 ) -> ASGIApp:
-    """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
+    """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events.
+
+    Both OpenAI's routes and the native one use it. ``whole`` and ``events`` make the one and the other of the
+    running requests, and ``error_body`` the last event of a stream that fails.
+    """
     manager = runtime_of(request).manager
     start = manager.submit(call.requests, call.batch_id, is_streamed=call.stream)
     if call.stream:
@@ -104,6 +109,7 @@ async def model(request: Request) -> Response:
 
 
 def _model_card(request: Request) -> dict[str, Any]:
+    """Returns the served model's entry in OpenAI's list; ``max_model_len`` is vLLM's addition."""
     runtime = runtime_of(request)
     return {
         "id": runtime.name,
@@ -116,6 +122,7 @@ def _model_card(request: Request) -> dict[str, Any]:
 
 
 async def _openai_answer(request: Request, wanted: Wanted, dialect: Dialect) -> ASGIApp:
+    """Generate what a checked OpenAI call asks for; ``dialect`` writes its choices, chat or completion."""
     whole = partial(_completion, runtime_of(request).manager, dialect, wanted)
     events = partial(_chunks, dialect, wanted)
     return await _answer(request, wanted, whole, events, openai_body)
@@ -124,6 +131,10 @@ async def _openai_answer(request: Request, wanted: Wanted, dialect: Dialect) -> 
 async def _completion(
     manager: TokenizerManager, dialect: Dialect, wanted: Wanted, generation: Generation
 ) -> tuple[Any, int]:
+    """Returns the whole reply of an OpenAI call, and its number of entries: choices and log-probabilities.
+
+    The reply is built in a thread if it has many entries.
+    """
     outputs = await generation.outputs()
     num_entries = len(outputs) + sum(1 + len(entry.top) for output in outputs for entry in output.logprobs)
 
@@ -137,6 +148,7 @@ async def _completion(
 
 
 async def _chunks(dialect: Dialect, wanted: Wanted, generation: Generation) -> AsyncGenerator[bytes, None]:
+    """Yields the events of an OpenAI stream. The last one has the usage, if asked for, and the end mark."""
     chunks, ends = Chunks(dialect, wanted), []
     async for index, output in generation.updates():
         data = chunks.of(index, output)

@@ -91,11 +91,17 @@ async def _generates(state: State, runtime: Runtime) -> None:
     """
     if state.step_check is None or state.step_check.done():
         state.step_check = asyncio.create_task(_wait_for_step(runtime))
+        # Retrieve an error even if every client has gone: asyncio would log it.
         state.step_check.add_done_callback(lambda task: task.cancelled() or task.exception())
     await asyncio.shield(state.step_check)
 
 
 async def _wait_for_step(runtime: Runtime) -> None:
+    """Wait until a step has ended, and send a probe request meanwhile, so that there is a step.
+
+    A step that ended within the last second counts. A probe that was refused is sent again. Raises what
+    :func:`_generates` documents.
+    """
     manager, began = runtime.manager, time.monotonic()
     token: asyncio.Task[None] | None = None
     try:
@@ -118,7 +124,11 @@ async def _wait_for_step(runtime: Runtime) -> None:
 
 
 async def _generate_token(manager: TokenizerManager) -> None:
-    """Generate one token, ahead of the queue. If the engine has no room for it, other steps must do."""
+    """Generate one token, ahead of the queue.
+
+    It is no error if the engine has no room for the request: then others run, and the end of one of their
+    steps is the sign of life.
+    """
     request = GenerateRequest(
         rid=f"health-{uuid.uuid4().hex}", prompt=[0], options=ONE_TOKEN, priority=MAX_PRIORITY
     )

@@ -58,6 +58,7 @@ def count_strings(data: bytes) -> int:
 
 def count(data: bytes, item: bytes) -> int:
     """Returns ``data.count(item)``, counted slice by slice; ``item`` is one byte, or two that differ."""
+    # Slices overlap by one byte less than the item has, so that an item across a cut is counted once.
     return sum(data.count(item, start, start + SLICE + len(item) - 1) for start in range(0, len(data), SLICE))
 
 
@@ -87,7 +88,10 @@ def token_ids(data: bytes, check: TooMany) -> array[int]:
 
 
 def arrays(data: bytes, decode: Callable[[bytes], T], check: TooMany) -> list[T]:
-    """Decodes an array of arrays without brackets in them; ``check`` is first called with their number."""
+    """Decodes an array of arrays without brackets in them; ``check`` is first called with their number.
+
+    Each inner array is given to ``decode`` as bytes, with its brackets.
+    """
     check(count(data, b"[") - 1)
     found: list[T] = []
     inner, start = _inner(data, b"[]"), 0
@@ -160,16 +164,19 @@ def cut(data: bytes, most: int, what: str = "items") -> list[tuple[int, int]]:
     commas: list[int] = []
     level = inside = start = 0
     while start < len(data):
+        # The slice goes on up to a byte that is no backslash, so that no escape is cut in two.
         last = _NO_BACKSLASH.match(data, min(start + SLICE, len(data)) - 1)
         if last is None:
             raise MisfitError
         text = np.frombuffer(data, np.uint8, last.end() - start, start)
+        # Of each byte: whether it is in a string, and how many brackets are open. `inside` and `level` carry
+        # both over from the slice before. A comma at level 1 separates items.
         in_string = (np.cumsum(_quotes(text), dtype=np.int32) + inside) & 1
         levels = np.cumsum(np.where(in_string, 0, _NESTING[text]), dtype=np.int32) + level
         commas += (np.flatnonzero((text == ord(",")) & (in_string == 0) & (levels == 1)) + start).tolist()
         if len(commas) >= most:
             raise TooManyItemsError(len(commas) + 1, most, what)
-        closed = np.flatnonzero(levels < 1)
+        closed = np.flatnonzero(levels < 1)  # only the last byte of all may close the outer bracket
         if closed.size and closed[0] + start != len(data) - 1:
             raise MisfitError
         level, inside, start = int(levels[-1]), int(in_string[-1]), last.end()
@@ -203,6 +210,7 @@ def _quotes(text: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     quotes: np.ndarray[Any, Any] = text == ord('"')
     backslashes = text == ord("\\")
     if backslashes.any():
+        # Of each byte: where the last byte before it is that is no backslash; -1: there is none.
         others = np.where(backslashes, np.int32(-1), np.arange(len(text), dtype=np.int32))
         others = np.concatenate([np.array([-1], np.int32), np.maximum.accumulate(others)])
         at = np.flatnonzero(quotes)

@@ -27,7 +27,7 @@ from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
 
-Decode = Callable[[bytes], Any]
+Decode = Callable[[bytes], Any]  # from the JSON of one value, without white space around it
 MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
 MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
@@ -120,6 +120,11 @@ def control(kind: type[msgspec.Struct], _: ServedModel) -> Shape:
 
 
 def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
+    """Decode a prompt, or a batch of them, as the field ``param`` takes it: texts, token ids or both.
+
+    Its first bytes tell which of the four forms it has. Items are counted before they are decoded.
+    """
+
     def check_count(count: int) -> None:
         check_batch(max(count, 1), model.max_prompts, param)  # 0 may be a lower bound
 
@@ -137,12 +142,17 @@ def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
 
 
 def _strings(param: str, most: int, data: bytes) -> Any:
+    """Decode a string, or a list of at most ``most`` strings; ``param`` is the field, for errors."""
     if data.startswith(b'"'):
         return msgspec.json.decode(data)
     return json_pieces.strings(data, partial(_check_count, param, most))
 
 
 def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
+    """Returns how the sampling options that may be large are decoded.
+
+    ``check_biases`` raises an error for a number of entries of ``logit_bias`` that is too high.
+    """
     return {
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
         "stop_token_ids": lambda data: Decoded(json_pieces.token_ids(data, check_num_entries).tolist()),
@@ -151,6 +161,7 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
 
 
 def _params(most: int, data: bytes) -> Any:
+    """Decode ``sampling_params``: one object, or a list of at most ``most``, one per prompt."""
     if data.startswith(b"{"):
         return decode_fields(data, _PARAMS)
     if json_pieces.first_byte(data) not in b"{]":
@@ -160,12 +171,14 @@ def _params(most: int, data: bytes) -> Any:
 
 
 def _conversation(data: bytes) -> Decoded:
+    """Decode ``messages``; the strings are counted first, because one message may have many parts."""
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
     return Decoded(_structs("messages", _messages, MAX_MESSAGES, data))
 
 
 def _structs(param: str, decoder: msgspec.json.Decoder[list[Any]], most: int, data: bytes) -> list[Any]:
+    """Decode a list of structs, group by group; errors name the item by its index in the whole list."""
     found: list[Any] = []
     for first, group in json_pieces.groups(data, most, param):
         try:
@@ -179,6 +192,10 @@ def _structs(param: str, decoder: msgspec.json.Decoder[list[Any]], most: int, da
 
 
 def _all_buckets(data: bytes) -> Decoded:
+    """Decode ``buckets``: in a bucket, names, types and shapes are lists with an item per tensor.
+
+    A bucket has three field names, and each tensor has a name and a type: that bounds the strings.
+    """
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
     if (count := json_pieces.count(data, b'"') // 2) > most:
         raise too_many("buckets", count, most, "strings, the names of fields included")
@@ -189,11 +206,13 @@ def _all_buckets(data: bytes) -> Decoded:
 
 
 def _bucket(bucket: _Bucket) -> Bucket:
+    """Decode the three lists of a bucket, which were left as JSON because each may be large."""
     names, dtypes, shapes = _names(bytes(bucket.names)), _names(bytes(bucket.dtypes)), bytes(bucket.shapes)
     return Bucket(names=names.value, dtypes=dtypes.value, shapes=_shapes(shapes).value)
 
 
 def _names(data: bytes) -> Decoded:
+    """Decode the names, or the types, of at most ``MAX_TENSORS`` tensors."""
     check = partial(_check_count, "a list of names", MAX_TENSORS)
     found = json_pieces.strings(data, check)
     check(len(found))  # before it was decoded, an escape could hide strings from the count
@@ -206,12 +225,14 @@ def _shapes(data: bytes) -> Decoded:
 
 
 def _shape(data: bytes) -> list[int]:
+    """Decode one tensor's shape; the size bound keeps the call short."""
     if len(data) > json_pieces.PIECE:
         raise MisfitError
     return _sizes.decode(data)
 
 
 def _all_checksums(data: bytes) -> Decoded:
+    """Decode ``checksums``, from names of tensors to unsigned integers of 64 bits."""
     found = json_pieces.members(data, _checksums, partial(_check_count, "checksums", MAX_TENSORS))
     if any(not 0 <= checksum < 1 << 64 for checksum in found.values()):
         raise MisfitError
@@ -266,7 +287,10 @@ def decode(data: bytes, shape: Shape) -> dict[str, Any]:
 
 
 def decode_fields(data: bytes, shape: Shape) -> dict[str, Any]:
-    """Decode an object into its fields; raises what :func:`decode` turns into errors for users."""
+    """Decode an object into its fields; raises what :func:`decode` turns into errors for users.
+
+    Small values are decoded at once, of whatever type: the check that follows refuses wrong ones.
+    """
     fields: dict[str, Any] = {}
     for name, raw in _members(data, shape).items():
         is_large = len(raw) > SMALL
@@ -294,6 +318,7 @@ def too_many(param: str, count: int, most: int, what: str = "items") -> InvalidR
 
 
 def _large_value(name: str, raw: bytes, decoder: Decode) -> Any:
+    """Decode a large value, and turn what goes wrong into an error that names the field and its rule."""
     try:
         return decoder(raw)
     except TooManyItemsError as error:
@@ -306,7 +331,10 @@ def _large_value(name: str, raw: bytes, decoder: Decode) -> Any:
 
 
 def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
-    """Returns the fields of an object that ``shape`` knows, undecoded."""
+    """Returns the fields of an object that ``shape`` knows, undecoded: each as the bytes of its JSON.
+
+    A body of up to ``AT_ONCE`` bytes is scanned by msgspec, in one call; a larger one is cut with numpy.
+    """
     kind = _undecoded(shape.model, shape.skipped | shape.refused)
     if len(data) <= json_pieces.AT_ONCE:
         found = structs.asdict(msgspec.json.decode(data, type=kind))
@@ -330,7 +358,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
 
 @lru_cache
 def _undecoded(model: type[msgspec.Struct], others: frozenset[str]) -> type[msgspec.Struct]:
-    """Returns a struct with the fields of ``model`` and others, undecoded."""
+    """Returns a struct with the fields of ``model`` and ``others``, which msgspec leaves as JSON."""
     names = dict.fromkeys([*model.__struct_encode_fields__, *sorted(others)])
     fields = [(name, Raw | UnsetType, UNSET) for name in names]
     strict = model.__struct_config__.forbid_unknown_fields

@@ -38,7 +38,9 @@ async def serve(
     on_ready: Callable[[Runtime, str], None],
     command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
-    """Serve until a signal or the engine's death; returns the exit code.
+    """Serve until a signal or the engine's death; returns the exit code: 0 only after a signal.
+
+    ``on_ready`` is called with the engine and the server's URL, and ``command`` starts a worker process.
 
     While the model loads, requests are answered 503. SIGTERM first lets running requests end, for at most
     ``--drain-s`` seconds; SIGINT and any second signal abort them at once. The soft limit of open files is
@@ -61,7 +63,7 @@ async def serve(
         if not starting.done():
             return 0 if stop.is_set() else 1
         runtime = app.state.runtime = starting.result()
-        freeze_heap()
+        freeze_heap()  # what the start has made stays until the end
         on_ready(runtime, url_of(listener))
         await _first_of(stopping, http, runtime.died)
         if runtime.died.done():
@@ -82,6 +84,7 @@ async def serve(
 
 
 async def _first_of(*ends: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Wait until one of ``ends`` is done, or for ``timeout`` seconds; nothing is cancelled or raised."""
     await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -100,7 +103,10 @@ def _on_signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 async def _drain(runtime: Runtime, server: HttpServer, seconds: float, is_over: Callable[[], bool]) -> None:
-    """Refuse new requests; return when the running ones have ended, or must be aborted."""
+    """Refuse new requests; return when the running ones have ended, or must be aborted.
+
+    They must be aborted after ``seconds``, or as soon as ``is_over`` says that there is no more time.
+    """
     manager = runtime.manager
     runtime.drain()
     for connection in list(server.server_state.connections):
@@ -116,9 +122,10 @@ async def _drain(runtime: Runtime, server: HttpServer, seconds: float, is_over: 
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its caller."""
+    """A uvicorn server that leaves signals to its caller, and whose connections have limits."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, log_level: str) -> None:
+        """Make a server for ``app``; each request is logged only at the level "debug"."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -135,7 +142,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept clients with :class:`Connection` as their protocol."""
-        await super().startup(sockets=[])
+        await super().startup(sockets=[])  # uvicorn's own would make connections without limits
         loop = asyncio.get_running_loop()
         for listener in sockets or []:
             accept = partial(self._accept_more, listener)
@@ -148,10 +155,14 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Do nothing, where uvicorn would handle SIGINT and SIGTERM: :func:`serve` does."""
         yield
 
     def _accept_more(self, listener: socket.socket) -> Connection:
-        """Returns the protocol of the client just accepted, after accepting those who wait behind it."""
+        """Returns the protocol of the client just accepted, after accepting those who wait behind it.
+
+        The event loop calls it, in place of a plain factory of protocols, once per client that it accepts.
+        """
         for _ in range(ACCEPTED_AT_ONCE - 1):
             try:
                 client, _ = listener.accept()
@@ -163,12 +174,14 @@ class HttpServer(uvicorn.Server):
         return self._protocol()
 
     async def _connect(self, client: socket.socket) -> None:
+        """Give an accepted client its protocol."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, client)
         except OSError:  # the client is gone already
             client.close()
 
     def _protocol(self) -> Connection:
+        """Make the protocol of one client, with the arguments that uvicorn would give to its own."""
         return Connection(
             connections=self._connections,
             config=self.config,

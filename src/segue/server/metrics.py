@@ -38,7 +38,12 @@ class EngineCollector(Collector):
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics; none while the engine starts."""
+        """Yields the metrics; none while the engine starts.
+
+        The helpers below know the model's name: each call takes a metric's name, its help text, its value or
+        its values by label, and the label. ``now`` has the scheduler's counters, ``stats`` the frontend's
+        own, and ``last`` what is known of the last weight update.
+        """
         runtime = self._runtime
         if runtime is None:
             return
@@ -121,6 +126,7 @@ def _metric(
 
 
 def _histogram(model: str, name: str, text: str, histogram: Histogram) -> Metric:
+    """Returns a metric of a histogram's counts by upper bound, and of the sum of its values."""
     metric = HistogramMetricFamily(f"segue:{name}", text, labels=[LABEL])
     metric.add_metric([model], histogram.cumulative(), histogram.total)
     return metric

@@ -49,7 +49,10 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 async def reply_response(content: Any, num_entries: int, thread_pool: ThreadPool) -> Response:
-    """Returns a JSON reply. With more than ``INLINE_ENTRIES`` entries, a thread encodes it in pieces."""
+    """Returns a JSON reply; with more than ``INLINE_ENTRIES`` entries, a thread encodes it in pieces.
+
+    ``num_entries`` (choices, tokens and the like) says how long the encoding would hold up the event loop.
+    """
     if num_entries <= INLINE_ENTRIES:
         return json_response(content)
     data = await thread_pool.run(lambda: b"".join(json_pieces(content)))
@@ -121,6 +124,7 @@ class EventStream:
                     await self._send_part(send, KEEP_ALIVE)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        """Send a part once nothing else is being sent; without ``more`` it is the last one."""
         async with self._sending:
             await self._send_part(send, data, more=more)
 
@@ -129,6 +133,10 @@ class EventStream:
         self._sent_at = time.monotonic()
 
     async def _send_all(self, send: Send) -> None:
+        """Send the head of the reply, every event and the end; an error becomes the last event.
+
+        An OSError is raised, because it means that the client has gone and that nobody would read an event.
+        """
         async with self._sending:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         try:
@@ -165,6 +173,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _cancel_when_gone(receive: Receive, worker: asyncio.Future[Any]) -> None:
+    """Cancel the work once ``receive`` tells that the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
     worker.cancel()
@@ -184,7 +193,11 @@ def native_body(error: SegueError) -> dict[str, Any]:
 
 
 def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:
-    """Returns the answer to a request that failed before its reply began; ``path`` decides its form."""
+    """Returns the answer to a request that failed before its reply began.
+
+    ``path`` decides its form, OpenAI's or the native one, unless the caller gives a ``body``. Where the body
+    was too large (413), the client may still be sending it, and the rest is read.
+    """
     if body is None:
         body = openai_body(error) if path.startswith("/v1/") else native_body(error)
     kind = _LingeringResponse if error.status == 413 else Response
@@ -195,8 +208,9 @@ class RouteError(SegueError, type="invalid_request_error"):
     """The route does not exist, or not with this method."""
 
     def __init__(self, status: int, request: Request) -> None:
-        reason = "no such route" if status == 404 else "wrong method"
-        super().__init__(f"{request.method} {request.url.path}: {reason}")
+        """Make the error of ``status`` 404 (no such route) or 405 (another method is needed)."""
+        reason = "no such route" if status == 404 else "this route does not take this method"
+        super().__init__(f"{request.method} {request.url.path}: {reason}; /openapi.json lists the routes")
         self.status = status
         self.code = "not_found" if status == 404 else "method_not_allowed"
 
@@ -215,6 +229,10 @@ class _LingeringResponse(Response):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, drop up to ``DRAINED_MIB`` of the body for at most ``DRAIN_S``, end the reply.
+
+        The reply must not be complete earlier: uvicorn would then close the connection.
+        """
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         size, has_more = 0, True

@@ -1,4 +1,8 @@
-"""OpenAI's answers: whole, and as the chunks of a stream."""
+"""OpenAI's answers: whole, and as the chunks of a stream.
+
+A dialect has what differs between chat completions and completions. Each chunk of a stream has one choice;
+what it adds is its delta. Deltas are bytes of JSON, because chunks are put together from encoded parts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def usage(ends: Sequence[Finished]) -> dict[str, Any]:
-    """Tokens of all choices."""
+    """Return ``usage``: the tokens of all choices, of which ``ends`` are the ends."""
     prompt, completion = sum(end.prompt_tokens for end in ends), sum(end.num_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
@@ -29,7 +33,7 @@ def usage(ends: Sequence[Finished]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ChatDialect:
-    """``/v1/chat/completions``."""
+    """The answers of ``/v1/chat/completions``."""
 
     _table: TokenTable
 
@@ -37,7 +41,7 @@ class ChatDialect:
     chunk_object = "chat.completion.chunk"
 
     def content(self, text: str) -> dict[str, Any]:
-        """A finished choice's text."""
+        """Return the part of a finished choice that has its text."""
         return {"message": {"role": "assistant", "content": text}}
 
     first_delta = b'{"role":"assistant","content":""}'
@@ -45,11 +49,11 @@ class ChatDialect:
     delta_name = b'"delta":'
 
     def delta(self, text: str) -> bytes:
-        """What a chunk adds."""
+        """Return what a chunk adds to a choice, as JSON."""
         return b'{"content":' + encode(text) + b"}"
 
     def logprobs(self, output: Output) -> dict[str, Any]:
-        """Of the output's tokens."""
+        """Return ``logprobs``: each token of the output with its text, its bytes and the likeliest others."""
         return {
             "content": [
                 self._entry(entry.token, entry.logprob)
@@ -60,6 +64,7 @@ class ChatDialect:
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return one token with its text, its log-probability and its bytes."""
         return {
             "token": self._table.text(token),
             "logprob": max(logprob, LOWEST_LOGPROB),
@@ -69,7 +74,7 @@ class ChatDialect:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDialect:
-    """``/v1/completions``."""
+    """The answers of ``/v1/completions``. A stream has no first chunk of its own, as there is no role."""
 
     _table: TokenTable
 
@@ -77,7 +82,7 @@ class CompletionDialect:
     chunk_object = "text_completion"
 
     def content(self, text: str) -> dict[str, Any]:
-        """A finished choice's text."""
+        """Return the part of a finished choice that has its text."""
         return {"text": text}
 
     first_delta = None
@@ -85,11 +90,14 @@ class CompletionDialect:
     delta_name = b'"text":'
 
     def delta(self, text: str) -> bytes:
-        """What a chunk adds."""
+        """Return what a chunk adds to a choice, as JSON."""
         return encode(text)
 
     def logprobs(self, output: Output) -> dict[str, Any]:
-        """Of the output's tokens."""
+        """Return ``logprobs`` in the form of completions: one list per fact, with an item per token.
+
+        Tokens of equal text share an entry of ``top_logprobs``, since that is an object by text.
+        """
         text = self._table.text
         return {
             "tokens": [text(entry.token) for entry in output.logprobs],
@@ -106,7 +114,7 @@ Dialect = ChatDialect | CompletionDialect
 
 
 def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
-    """A finished choice."""
+    """Return one entry of ``choices``, from a finished output; ``logprobs``: whether the call wants them."""
     assert output.end is not None
     return {
         "index": index,
@@ -120,6 +128,7 @@ class Chunks:
     """Encodes a stream's events; what does not change is encoded once."""
 
     def __init__(self, dialect: Dialect, wanted: Wanted) -> None:
+        """Encode what every chunk of the call begins and ends with."""
         self._dialect = dialect
         self._logprobs = wanted.has_logprobs
         self._usage = wanted.usage_in_stream
@@ -129,7 +138,10 @@ class Chunks:
         self._end = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def of(self, index: int, output: Output) -> bytes:
-        """News of a choice: first its role, then text if there is any, and at the end the finish reason."""
+        """Return the chunks for new output of choice ``index``, as events; empty if there is nothing to say.
+
+        A choice begins with its role (chat only), then comes text, and at the end the finish reason.
+        """
         data = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -143,10 +155,11 @@ class Chunks:
         return data
 
     def usage(self, ends: Sequence[Finished]) -> bytes:
-        """The chunk behind all choices, if it was asked for."""
+        """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
         return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+        """Return one event; ``delta``, ``logprobs`` and ``reason`` are JSON already."""
         return b'%s{"index":%d,%s%s,"logprobs":%s,"finish_reason":%s}%s' % (
             self._head,
             index,

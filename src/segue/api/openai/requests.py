@@ -127,7 +127,7 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A checked call: its requests, one per choice, and the form of the answer."""
+    """What a checked call wants: its requests, one per choice, and the form of the answer."""
 
     id: str
     created: int  # seconds since the epoch
@@ -170,7 +170,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
 
 
 def completion_call(body: CompletionRequest, model: ServedModel) -> Wanted:
-    """Make one request per prompt."""
+    """Make one request per prompt, and check what the types of the fields cannot say."""
     check_model(body.model, model)
     check_num_biases(len(body.logit_bias or ()))
     rid = f"cmpl-{uuid.uuid4().hex}"
@@ -233,6 +233,7 @@ def _wanted(
     rid: str,
     requests: list[GenerateRequest],
 ) -> Wanted:
+    """Return the call of checked requests, which share the id ``rid``; checks the options of streams."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
     return Wanted(
@@ -247,6 +248,10 @@ def _wanted(
 
 
 def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
+    """Return the limit of output tokens, or None, and the name of the field that it came from, for errors.
+
+    ``max_completion_tokens`` is OpenAI's newer name. Both may be given if they are equal.
+    """
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         both = f"max_completion_tokens={short_repr(new)} and max_tokens={short_repr(old)}"
@@ -255,7 +260,11 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
 
 
 async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """As chat templates take them: text parts joined by newlines, ``developer`` is ``system``."""
+    """Return messages as chat templates take them.
+
+    Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, and fields
+    that are not set are left out. Yields to the event loop now and then, as there may be many.
+    """
     rendered = []
     for index, message in enumerate(messages):
         await turn(index)
