@@ -177,7 +177,9 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     _refuse_unsupported(params, UNSUPPORTED_SAMPLING)
     sampling = parse(NativeSampling, params, rules=RULES)
     if sampling.n != 1:
-        raise UnsupportedFieldError(f"n={short_repr(sampling.n)}: only 1 is supported", param="n")
+        raise UnsupportedFieldError(
+            f"n={short_repr(sampling.n)}: only 1 is supported; send one request per answer", param="n"
+        )
     if call.top_logprobs_num < 0:
         raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
     return SamplingOptions.of(
