@@ -46,7 +46,7 @@ Measure = Callable[[], Figures]
 
 
 def main() -> int:
-    """Compare the commits; the exit code is 1 if a figure became worse by more than TOLERATED."""
+    """Compare the commits; the exit code is 1 if a figure is worse by more than TOLERATED and its spread."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,9 +109,12 @@ def compared(blocks: list[list[tuple[str, Figures]]], name: str) -> dict[str, An
 
 @contextmanager
 def _host_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    """Yield the measure of each side's own `bench.host_cost`, run as a command in its tree."""
+
     def measured(tree: Path) -> Figures:
         command = [sys.executable, "-m", "bench.host_cost"]
         done = subprocess.run(command, cwd=tree, env=_environment(tree), stdout=subprocess.DEVNULL)
+        # Exit code 1 says that the benchmark's own bar was missed; its figures count all the same.
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode} in {tree}")
         record = json.loads((tree / "bench/results/host_cost.json").read_text())
@@ -122,6 +125,7 @@ def _host_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
 
 @contextmanager
 def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    """Yield the measure of each side's server: the tokens per second of several streams over HTTP."""
     with _servers(trees) as urls:
         batch = workload.prompts(NUM_STREAMS, PROMPT_LEN, seed=0)
         measures: dict[str, Measure] = {}
@@ -134,6 +138,7 @@ def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
 
 @contextmanager
 def _cpu_speed(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    """Yield the measure of each side's server: tokens per second of prefill and decode, without streams."""
     with _servers(trees) as urls, httpx.Client(timeout=300) as client:
         sides = {side: partial(_generate, client, url) for side, url in urls.items()}
         for generate in sides.values():
@@ -142,11 +147,13 @@ def _cpu_speed(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
 
 
 def _generate(client: httpx.Client, url: str, batch: list[list[int]], num_tokens: int) -> None:
+    """Make `num_tokens` tokens for each prompt of `batch`, in one call of the native API."""
     body = {"input_ids": batch, "sampling_params": workload.greedy(num_tokens)}
     client.post(f"{url}/generate", json=body).raise_for_status()
 
 
 def _speeds(generate: cpu_vs_transformers.Generate) -> Figures:
+    """Return the tokens per second of each measure of `bench.cpu_vs_transformers`."""
     return {
         f"{each.name}, tokens/s": cpu_vs_transformers.tokens_per_second(generate, each, seed=0)
         for each in cpu_vs_transformers.MEASURES
@@ -155,6 +162,7 @@ def _speeds(generate: cpu_vs_transformers.Generate) -> Figures:
 
 @contextmanager
 def _load(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
+    """Yield the measure of each side's server: the latencies under an open-loop load of streams."""
     with _servers(trees) as urls, ExitStack() as stack:
         measures: dict[str, Measure] = {}
         for side, url in urls.items():
@@ -169,6 +177,11 @@ def _served(url: str, model: str, batch: list[list[int]]) -> Figures:
 
 
 def _loaded(clients: Clients, seconds: float) -> Figures:
+    """Put the load on a server for `seconds` and return the medians of its latencies, in ms.
+
+    Raises:
+        RuntimeError: a request failed or did not end, so the latencies say nothing.
+    """
     found = serving.at_rate(
         clients, LOAD_RATE, seconds=seconds, lengths=LOAD, burstiness=1.0, slo=SLO(), seed=0
     )
@@ -213,6 +226,7 @@ def _commit(name: str) -> str:
 
 @contextmanager
 def _checked_out(commit: str) -> Iterator[Path]:
+    """Yield a temporary directory with the files of `commit`, a git worktree that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="segue-before-after-") as directory:
         tree = Path(directory) / "tree"
         _git("worktree", "add", "--detach", "--quiet", str(tree), commit)

@@ -62,6 +62,13 @@ class StreamingRequest(asyncio.Protocol):
     """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
     def __init__(self, payload: bytes, due: float, max_tokens: int) -> None:
+        """Prepare the request.
+
+        Args:
+            payload: the bytes to send, head and body.
+            due: when to send them, by `clock`.
+            max_tokens: the number of tokens that must come for the reply to count as complete.
+        """
         self.due = due
         self.sent = 0.0
         self.pieces: list[tuple[float, bytes]] = []
@@ -186,6 +193,7 @@ class Client:
         return begun
 
     async def _run(self, connection: StreamingRequest, end: float) -> None:
+        """Send a request and wait for its reply, until `end` at the latest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(end - clock()):
                 await self.send(connection)

@@ -68,6 +68,8 @@ def transformers_sides(gguf: Path) -> dict[str, Generate]:
     model, _ = load_model(gguf, torch.bfloat16)
 
     def side(attention: str) -> Generate:
+        """Return the function that generates with this implementation of attention; both share the model."""
+
         @torch.inference_mode()
         def generate(batch: list[list[int]], num_tokens: int) -> None:
             if model.config._attn_implementation != attention:

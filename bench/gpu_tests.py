@@ -34,6 +34,7 @@ NOTHING_COLLECTED = 5  # pytest's exit code: every test of the file has another 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the files, show a table, and return 1 if a test failed and 2 without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", help="default: every file of tests/gpu")
     parser.add_argument("--pytest-args", default="", help="more arguments of pytest, in one word")
@@ -71,6 +72,7 @@ def store(ended: dict[str, dict[str, Any]]) -> None:
 
 
 def _run(file: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run one file by pytest and return its counts of tests, its seconds and its circumstances."""
     found = report.circumstances()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
@@ -85,6 +87,7 @@ def _run(file: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _counts(junit: Path) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, from pytest's report in JUnit's XML."""
     suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
     number = {
         key: sum(int(suite.get(key, 0)) for suite in suites)

@@ -50,6 +50,10 @@ def measure(
     seconds = {"plan": 0.0, "plan_message": 0.0, "result_message": 0.0, "apply": 0.0, "output_message": 0.0}
 
     def turn() -> None:
+        """Do all that the host does for one step, with random tokens in place of the device's, and time it.
+
+        Each message is encoded and decoded, as on its way to another process.
+        """
         t0 = clock()
         plan = scheduler.plan(t0)
         t1 = clock()

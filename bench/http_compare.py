@@ -81,6 +81,7 @@ class Comparison:
         side["clocks"] = clocks.seen
 
     def _saturate(self, clients: Clients, seconds: float, *, seed: int) -> dict[str, Any]:
+        """Keep CONCURRENCY requests running for `seconds`; the rate they reach is the server's capacity."""
         return serving.saturated(
             clients,
             CONCURRENCY,
@@ -92,6 +93,10 @@ class Comparison:
         )
 
     def _load(self, clients: Clients, share: float) -> dict[str, Any]:
+        """Send requests at `share` of the capacity.
+
+        The capacity is `--saturation`, else the first side's, so that both servers get the same load.
+        """
         args, first = self._args, next(iter(self.sides.values()))
         return serving.at_rate(
             clients,
@@ -104,6 +109,10 @@ class Comparison:
         )
 
     def _part(self, side: Side, into: dict[str, Any], name: str, run: Callable[[], Any]) -> None:
+        """Run one part of the comparison, keep its result as `into[name]`, and save all results so far.
+
+        An exception is kept in `side`, so that one failed part does not cost the others.
+        """
         began = time.monotonic()
         try:
             into[name] = run()

@@ -87,6 +87,7 @@ async def measure(client: Client, scene: Intrusion, seed: int = 0) -> dict[str, 
 
 
 def _check_alive(streams: list[StreamingRequest]) -> None:
+    """Raise a RuntimeError if a decoding stream has ended: its gaps would say nothing about the prompt."""
     for stream in streams:
         if stream.ended.is_set():
             why = stream.timeline().error or "it had all its tokens; give the Intrusion more decode_tokens"
@@ -100,6 +101,7 @@ async def _first_token(client: Client, scene: Intrusion, rng: random.Random, len
 
 
 async def _answered(client: Client, job: Job) -> StreamingRequest:
+    """Send one request and return its connection once the reply is complete; raise if it failed."""
     connection = client.connection(job, clock())
     await client.send(connection)
     await connection.ended.wait()

@@ -78,6 +78,7 @@ def running(
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, seconds: float) -> None:
+    """Wait until the server answers 200 on ``/health``; raise if it ends before, or takes too long."""
     deadline = time.monotonic() + seconds
     with httpx.Client(timeout=2) as client:
         while True:
@@ -96,6 +97,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, seconds: float) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let the server shut down, then kill its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)

@@ -166,6 +166,10 @@ class Clients:
         return run
 
     def _run(self, shares: Sequence[tuple[list[Job], int | None]], seconds: float) -> Run:
+        """Run one share per client process, all from the same begin on, and join their timelines.
+
+        A share has its jobs, and how many of them run at any time; None: each is sent when it is due.
+        """
         begin = clock() + LEAD_S
         futures = [
             self._pool.submit(_load, *self._args, jobs, concurrency, begin, begin + seconds)
@@ -182,7 +186,11 @@ class Clients:
 def _load(
     url: str, model: str, jobs: list[Job], concurrency: int | None, begin: float, end: float
 ) -> tuple[list[Timeline], float]:
-    """Run the jobs in a client process; return the timelines and the share of a core that it used."""
+    """Run the jobs in a client process; return the timelines and the share of a core that it used.
+
+    `concurrency` is the number of jobs that run at any time; None: each is sent when it is due. The garbage
+    collector is off meanwhile, since its pauses would count as latencies of the server.
+    """
     client = Client(url, model)
     gc.collect()
     gc.disable()

@@ -35,6 +35,7 @@ def charts(path: Path, panels: Mapping[str, Curves], x_label: str) -> Path:
 
 
 def _panel(title: str, curves: Curves, x_label: str, left: int) -> str:
+    """Return the SVG of one panel of curves, `left` pixels from the picture's left edge."""
     points = [point for curve in curves.values() for point in curve]
     top_x, top_y = (max((p[axis] for p in points), default=1.0) * 1.1 or 1.0 for axis in (0, 1))
     wide, high = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
@@ -106,6 +107,7 @@ def bars(path: Path, panels: Mapping[str, Sequence[Bar]], legend: Mapping[str, s
 
 
 def _bar(bar: Bar, top: float, scale: float) -> str:
+    """Return the SVG of one bar at `top` pixels; `scale`: pixels per unit of length."""
     middle, x = top + _BAR - 4, float(_LABELS)
     parts = [f'<text x="{_LABELS - 8}" y="{middle}" text-anchor="end">{escape(bar.label)}</text>']
     for length, colour in bar.parts:
@@ -120,6 +122,7 @@ def updates_and_pauses(updates: Mapping[str, Any], pauses: Mapping[str, Any], pa
     """Draw how little weight updates and pauses stop generation, from the results of both benchmarks."""
 
     def update(label: str, found: Mapping[str, Any]) -> Bar:
+        """Return the bar of a weight update, in ms: first requests run, then they are stopped."""
         still = 1e3 * found["timings"]["write_s"]
         whole = 1e3 * found["timings"]["total_s"]
         lost = f"{found['lost_receiving']:.0%}"

@@ -57,6 +57,11 @@ class Server:
     """A scheduler and a runner in this process, in one mode."""
 
     def __init__(self, config: EngineConfig, mode: str) -> None:
+        """Load the model and capture the graphs of `mode`.
+
+        "grid alone" takes the other captured sizes away and allows any padding, so that each prompt uses the
+        grid of prefill graphs.
+        """
         source = resolve(config.model, config.load_format, config.cache_dir)
         self.max_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
@@ -77,6 +82,7 @@ class Server:
         seconds: list[float] = []
 
         def send() -> None:
+            """Add one more request, with random token ids, to the scheduler."""
             self._count += 1
             rid, ids = str(self._count), [rng.randrange(10_000) for _ in range(next(lengths))]
             sent[rid] = time.perf_counter()
@@ -85,6 +91,7 @@ class Server:
             assert self.scheduler.add(message, sent[rid]) is None
 
         def read(pending: ForwardOutput) -> None:
+            """Take a step's result; each request that it ends is replaced by a new one."""
             done = self.scheduler.apply(pending.result()).finished
             now = time.perf_counter()
             for end in done:

@@ -70,7 +70,7 @@ class Clocks:
         self._process.terminate()
         lines = self._process.communicate()[0].splitlines()
         rows = [[float(field) for field in line.split(",")] for line in lines if line.count(",") == 3]
-        busy = [row for row in rows if row[0] > 50]
+        busy = [row for row in rows if row[0] > 50]  # the GPU's utilisation, in percent
         if busy:
             sm, memory, power = (statistics.median(column) for column in list(zip(*busy, strict=True))[1:])
             self.seen = {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
@@ -87,6 +87,7 @@ def _smi(fields: str) -> list[str]:
 
 
 def _versions(*names: str) -> dict[str, str]:
+    """Return the version of each of these packages that is installed."""
     found = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -111,6 +111,10 @@ class Teacher:
             yield part, logits
 
     def _hidden(self, ids: list[int]) -> Tensor:
+        """Return the last hidden states `[n, hidden]` of all `ids`, by one eager prefill step.
+
+        The scheduler's part is done by hand: one request in slot 0 with all pages of a small KV cache.
+        """
         resolved, model = self._resolved, self._model
         num_pages = -(-len(ids) // resolved.page_size)
         kv = make_pool(model, resolved, num_pages, self._memory.take_kv)

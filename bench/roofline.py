@@ -140,6 +140,7 @@ def measure() -> Machine:
 
 
 def _seconds(synchronize: Callable[[], None], run: Callable[[], object]) -> float:
+    """Return the median seconds of `run` on the device, without its first two calls, which warm up."""
     times = []
     for _ in range(12):
         synchronize()

@@ -33,6 +33,7 @@ async def stream_all(url: str, model: str, batch: list[list[int]]) -> int:
 
 
 async def _stream(client: httpx.AsyncClient, model: str, prompt: list[int]) -> int:
+    """Stream one greedy completion; return its number of tokens, by the usage that ends the stream."""
     body = {
         "model": model,
         "prompt": prompt,

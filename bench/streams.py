@@ -26,6 +26,7 @@ class Streams:
     """
 
     def __init__(self, url: str, count: int) -> None:
+        """Prepare `count` streams from the server at `url`; they begin with the ``with`` block."""
         self.count = count
         self._url = url
         self._times: list[list[float]] = []
@@ -34,6 +35,7 @@ class Streams:
         self._process = context.Process(target=_run, args=(url, count, theirs), daemon=True)
 
     def __enter__(self) -> Streams:
+        """Start the streams and wait until the server runs all of them."""
         self._process.start()
         deadline = time.monotonic() + START_S
         while state(self._url)["running_batch_size"] < self.count:
@@ -84,6 +86,7 @@ def state(url: str) -> dict[str, Any]:
 
 
 def _count(times: list[float], at: float) -> float:
+    """Return how many tokens one stream had at the time `at`; a fraction of the token that comes next."""
     index = bisect.bisect_right(times, at)
     if not 0 < index < len(times):
         return index
@@ -92,10 +95,15 @@ def _count(times: list[float], at: float) -> float:
 
 
 def _run(url: str, count: int, pipe: Connection) -> None:
+    """Run the streams in their process until `pipe` has a message, then send back each stream's times.
+
+    If a stream failed, the errors' text is sent instead.
+    """
     stopped, errors = threading.Event(), []
     times: list[list[float]] = [[] for _ in range(count)]
 
     def stream(number: int, mine: list[float]) -> None:
+        """Send one request after the other until the end; `mine` gets the time of each token."""
         length = 1 + TOKENS * number // count  # staggers the streams, so that contexts have all lengths
         try:
             while not stopped.is_set():

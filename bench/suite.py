@@ -85,6 +85,7 @@ def run(engine: str, size: str, generate: Generate) -> None:
         return draw_prompt(rng, length)
 
     def seconds(prompts: list[list[int]], tokens: Sequence[int], temperature: float = 0.0) -> float:
+        """Return the seconds that the engine takes for these requests, after checking its token counts."""
         begun = time.perf_counter()
         made = generate(prompts, list(tokens), temperature)
         elapsed = time.perf_counter() - begun

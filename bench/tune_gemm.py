@@ -50,7 +50,10 @@ def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPlan]:
-    """Yield the plans that are worth trying."""
+    """Yield the plans that are worth trying for a GEMM [rows, depth] x [depth, size].
+
+    `may_split`: whether the reader of the result adds split-K partials up, so that K may be split.
+    """
     tiles_m = (
         {max(16, 1 << (rows - 1).bit_length())} if rows <= 64 else {64, 128, 256} if rows > 128 else {64, 128}
     )
@@ -58,13 +61,17 @@ def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPla
     for block_m, block_n, block_k, count, stages, warps, tma in itertools.product(
         tiles_m, (64, 128), (64, 128), splits, (3, 4, 6), (4, 8), (False, True)
     ):
+        # Tiles divide N and each split of K evenly, and every program has at least two steps along K.
         if size % block_n or depth % (count * block_k) or depth // count // block_k < 2:
             continue
         programs = size // block_n * count * -(-rows // block_m)
+        # Fewer programs leave most of the GPU idle; more would be split further than necessary.
         if may_split and not 48 <= programs <= 700:
             continue
+        # The pipeline's stages fit the shared memory, and are large enough to keep loads in flight.
         if not 48 << 10 <= stages * (block_m + block_n) * block_k * 2 <= SHARED:
             continue
+        # At most 128 registers per thread for the sums; small tiles by TMA are tried with 4 stages alone.
         if block_m * block_n // (32 * warps) > 128 or (tma and block_m < 64 and stages != 4):
             continue
         yield GemmPlan(tma, block_m, block_n, block_k, count, stages, warps)
@@ -77,7 +84,10 @@ def tiles_that_won(table: dict[str, Any]) -> set[GemmPlan]:
 
 
 def chain_time(run: Callable[[int], object], copies: int) -> float:
-    """Return the microseconds of one of `copies` runs in a graph, the best of four replays."""
+    """Return the microseconds of one of `copies` runs in a graph, the best of four replays.
+
+    `run(i)` uses copy i of the weights, so that no run finds its weights in the GPU's cache.
+    """
     run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -106,7 +116,11 @@ def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
 
 
 def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmPlan]) -> dict[str, object]:
-    """Return the best plan of one shape, with and without split-K, and print the times."""
+    """Return the best plan of one shape, with and without split-K, and print the times.
+
+    The result maps "split" and "whole" to a plan's fields; None: no plan is clearly faster than cuBLAS. A
+    split plan is charged for the time that the reader needs to read its partials.
+    """
     dtype = torch.bfloat16 if may_split else torch.float32
     copies = max(2, min(28, int(3e9 // (size * depth * 2))))
     weights = [torch.randn(size, depth, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]

@@ -46,7 +46,11 @@ def blocks(tokens: int, shape: Shape) -> list[int]:
 
 
 def tile_configs(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
-    """Yield the configurations that are worth trying for tiles of `block` pairs."""
+    """Yield the configurations that are worth trying for tiles of `block` pairs of a token and an expert.
+
+    A `block` of 1 stands for the kernels without tiles. The conditions keep what is in flight within the
+    shared memory and the sums within the registers, and otherwise bound the number of trials.
+    """
     depth, size = (shape[3], shape[2]) if gemm == "gate_up" else (shape[2], shape[3])
     if block == 1:
         for rows, deep, stages, warps in itertools.product((4, 8, 16), (256, 512), (1, 2, 3), (2, 4, 8)):
@@ -74,6 +78,10 @@ class Case:
     """Random weights, and random routings of `tokens` tokens."""
 
     def __init__(self, shape: Shape, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> None:
+        """Draw ROUTINGS batches of `tokens` tokens, each routed by random logits.
+
+        `weights`: several copies of a layer's weights, (gate and up, down), to be used in turns.
+        """
         num_experts, per_token, _, hidden = shape
         self.tokens, self.weights = tokens, weights
         self.inputs = []
@@ -83,7 +91,7 @@ class Case:
             self.inputs.append((x, *route(logits, per_token, renormalise=True)))
 
     def gemm(self, gemm: str, block: int, config: TileConfig) -> float:
-        """Return the microseconds of one GEMM."""
+        """Return the microseconds of one GEMM, "gate_up" or "down", without the sorting of its pairs."""
         prepared = []
         for i, (x, factors, experts) in enumerate(self.inputs):
             gate_up, down = self.weights[i % COPIES]

@@ -34,6 +34,7 @@ def main() -> None:
     print(f"RESULT vllm {size} ready seconds={time.perf_counter() - begun:.1f}", flush=True)
 
     def generate(prompts: list[list[int]], tokens: list[int], temperature: float) -> list[int]:
+        """Run all requests at once; see `suite.Generate`."""
         params = [
             SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count, detokenize=False)
             for count in tokens

@@ -44,6 +44,8 @@ class Copy:
         self._end += len(data)
 
     def prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        """Return the function that stores all tensors of a bucket once their bytes have arrived."""
+
         def store_all() -> None:
             for name, tensor in tensors:
                 self.store(name, tensor)
@@ -52,6 +54,11 @@ class Copy:
 
 
 def receive(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattened: bool) -> None:
+    """Receive one update by the engine's own `Receiver` and copy each tensor into `kept`.
+
+    `buckets`: (name, dtype, shape) of each tensor of each bucket. With `flattened`, each bucket is one
+    broadcast, else each tensor.
+    """
     sink, ended = Copy(kept), threading.Event()
     errors: list[str | None] = []
 
@@ -71,6 +78,7 @@ def receive(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattene
 
 
 def receive_plainly(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, flattened: bool) -> None:
+    """Receive the same broadcasts one after the other by torch alone, and keep nothing, for comparison."""
     sizes = [[2 * torch.Size(shape).numel() for _, _, shape in bucket] for bucket in buckets]
     messages = (
         [sum(bucket) for bucket in sizes] if flattened else [size for bucket in sizes for size in bucket]
@@ -82,6 +90,7 @@ def receive_plainly(group: JoinedGroup, buckets: list[Any], kept: torch.Tensor, 
 
 
 def main() -> None:
+    """Start a trainer process, connect to it and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=270)
     parser.add_argument("--buckets", type=int, default=73)
@@ -109,6 +118,11 @@ def main() -> None:
 
 
 def run(trainer: Any, buckets: list[Any], num_bytes: int, rounds: int) -> None:
+    """Measure all ways to receive and print the best of `rounds` each.
+
+    `trainer` is a file of lines of JSON: commands to the trainer process and its answers. The broadcasts
+    begin 0.05 s after the command, so that this side is ready first; that time is not counted.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

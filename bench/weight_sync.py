@@ -154,6 +154,7 @@ class Mark:
         self._first = 0.0
 
     def __call__(self, progress: Progress) -> None:
+        """Take the sender's report, which it makes after each bucket."""
         now = time.monotonic()
         if progress.num_buckets == 1 and self.hold:
             time.sleep(LOAD_S)
@@ -229,6 +230,7 @@ def stuck_trainer(url: str, model: Path, device: str, pipe: Connection) -> None:
     """Send one bucket, announce the next, and stop: over NCCL, the server is then receiving it."""
 
     def stop(progress: Progress) -> None:
+        """Announce the next bucket if the server needs that, tell the benchmark, and never return."""
         group = sender._group
         if group is not None and group.group.backend == "nccl":
             group.announce()
@@ -275,6 +277,7 @@ def main() -> int:
     found: dict[str, Any] = {"options": options}
 
     def keep(part: str, **figures: Any) -> None:
+        """Store and show the figures of one part of the benchmark."""
         found[part] = figures
         report.save(args.name, found)  # in case a later part fails
         shown = {name: value for name, value in figures.items() if name != "timings"}

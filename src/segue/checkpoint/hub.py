@@ -36,7 +36,7 @@ def fetch(model: str, *, weights: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = [*_METADATA, *(_WEIGHTS if weights else [])]
-    if current.get().is_cancelled is not None:
+    if current.get().is_cancelled is not None:  # a weight update, which can be discarded meanwhile
         return _fetch_in_child(model, patterns)
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
@@ -62,7 +62,10 @@ def cache_directory() -> Path:
 
 
 def _fetch_in_child(model: str, patterns: list[str]) -> Path:
-    """Fetch in a child process, which can be killed: a download within this process cannot be cancelled."""
+    """Fetch in a child process, which can be killed: a download within this process cannot be cancelled.
+
+    `patterns`: of the names of the files to fetch. The child prints the local directory as its last line.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD, model, *patterns],
         stdin=subprocess.DEVNULL,
@@ -83,8 +86,8 @@ def _fetch_in_child(model: str, patterns: list[str]) -> Path:
     if child.returncode != 0:
         reason = next(iter(reversed(errors.strip().splitlines())), "the download process gave no reason")
         raise ModelFileError(
-            f"model {model!r} cannot be fetched from the Hugging Face hub ({reason[:300]}). Check the name; "
-            "for a private or gated model, log in with `hf auth login` where the server runs"
+            f"model {model!r} cannot be fetched from the Hugging Face hub ({reason[:300]}). Check the name "
+            "and the network; for a private or gated model, log in with `hf auth login` where the server runs"
         )
     return Path(output.splitlines()[-1])
 

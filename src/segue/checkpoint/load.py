@@ -54,6 +54,7 @@ def load_weights(
     show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
 
     def fill(take: Callable[[], Arena]) -> None:
+        """Check the files, then write all of the arena that `take` returns, gaps and padding too."""
         total = sum(spec.num_bytes for spec in specs)
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
             for num_bytes in read_weights(source, weight_map, take, dtype, seed=seed, progress=show):
@@ -62,7 +63,7 @@ def load_weights(
         arena.zero_gaps()
         for parameter, box in weight_map.padding.items():
             arena.view(parameter)[box].zero_()
-        if source.format != "dummy":
+        if source.format != "dummy":  # dummy weights are finite by construction
             check_finite(arena, weight_map, source.gguf or source.directory)
 
     arena = memory.load(Layout.of(specs), fill)
@@ -82,6 +83,8 @@ def read_weights(
 ) -> Iterator[int]:
     """Check the files, then fill the arena that `make` returns; yields the bytes of each filled block.
 
+    `make` is called only after the check, so that a bad checkpoint changes nothing.
+    It does not write the arena's gaps and padding.
     `BounceBuffers` explains `buffer_bytes`; `load_weights` explains the other arguments and the errors.
     """
     if source.format == "dummy":
@@ -107,6 +110,7 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
     views = [arena.view(name) for name in arena.layout.table]
     if all(are_finite(views, views[0].dtype)):
         return
+    # The slow part, for the error's text only: a parameter may hold several of the checkpoint's tensors.
     counts: dict[str, int] = {}
     for name in weight_map.names:
         values = (box_of(arena.view(part.parameter), part) for part in weight_map.slices[name])

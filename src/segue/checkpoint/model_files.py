@@ -72,10 +72,13 @@ def check_path(path: str) -> None:
     """
     try:
         name = os.fsencode(path)
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a lone surrogate; it is refused below, as a NUL is
         name = b"\0"
     if b"\0" in name:
-        raise ModelFileError(f"model path {short_path(path)} has a character that no path may have")
+        raise ModelFileError(
+            f"model path {short_path(path)} has a character that no path may have, a NUL or a lone "
+            "surrogate; give the path without it"
+        )
     if len(name) >= _MAX_PATH or any(len(part) > _MAX_NAME for part in name.split(b"/")):
         raise ModelFileError(
             f"model path {short_path(path)} is too long: a path must have less than {_MAX_PATH} bytes, and "
@@ -101,14 +104,15 @@ def open_file(path: Path) -> FileIO:
     raise_if_cancelled()
     try:
         _check_regular(path, os.stat(path))  # before opening, since opening a device can have side effects
+        # Opening a pipe must not wait for its other end, and a terminal must not become this process's own.
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     except OSError as error:
         raise ModelFileError(f"cannot open model file {path}: {error.strerror}") from error
     try:
-        _check_regular(path, os.fstat(file.fileno()))
+        _check_regular(path, os.fstat(file.fileno()))  # again: the path may lead to another file by now
         allowed = current.get()
         if allowed.roots is not None:
-            # The path of the file that was opened; `path` may lead to another file by now.
+            # The kernel's path of the file that was opened, without links: `path` may have changed since.
             real = os.readlink(f"/proc/self/fd/{file.fileno()}")
             if not _is_below(real, (*allowed.roots, *allowed.own)):
                 raise ModelFileError(
@@ -166,6 +170,7 @@ def truncated(path: object, reason: str) -> ModelFileError:
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
+    """Refuse all but a regular file, by the `status` of `path`: reading a device or pipe may never end."""
     if not stat.S_ISREG(status.st_mode):
         raise ModelFileError(
             f"model file {path} is no regular file; give a file, not a directory, a device or a pipe"

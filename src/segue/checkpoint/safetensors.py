@@ -1,5 +1,9 @@
 """Reads a checkpoint of safetensors files straight into an arena, and writes such files.
 
+A file has 8 bytes with the size of its header, the header (JSON: name -> dtype, shape, byte range), and the
+bytes of the tensors one after the other. A checkpoint of several files has an index, which says in which file
+each tensor is. A box is the part of a tensor that a rank needs: one slice per dimension.
+
 A file's header is checked against its length, and its tensors against the weight map, before any is copied.
 
 The safetensors package maps files into memory. Pages of a map that were read stay resident and count as
@@ -50,7 +54,7 @@ class _Entry(msgspec.Struct):
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
-    data_offsets: tuple[_Size, _Size]
+    data_offsets: tuple[_Size, _Size]  # start and end in bytes, from the end of the header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class StoredTensor:
     num_bytes: int
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the tensor's bytes from `offset`.
+        """Fill `target` with the tensor's bytes from its byte `offset` on.
 
         Raises:
             ModelFileError: the file cannot be read, or is shorter than when it was opened.
@@ -88,7 +92,10 @@ def read_header(file: FileIO) -> list[StoredTensor]:
     header_size = int.from_bytes(length, "little")
     position = 8 + header_size
     if header_size > _MAX_HEADER:
-        raise corrupt(path, f"not a safetensors file (header of {header_size} bytes)")
+        raise corrupt(
+            path,
+            f"not a safetensors file (header of {header_size} bytes; the format allows {_MAX_HEADER})",
+        )
     if position > size:
         raise truncated(path, f"its header alone needs {position} bytes, the file has {size}")
     text = bytearray(header_size)
@@ -100,11 +107,13 @@ def read_header(file: FileIO) -> list[StoredTensor]:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise corrupt(path, f"its header cannot be read ({error})") from error
     tensors = []
+    # The tensors must fill the rest of the file without gap or overlap: `position` is where the next begins.
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype, (start, end) = DTYPES.get(entry.dtype), entry.data_offsets
         if dtype is None:
             raise ModelFileError(
-                f"model file {path}: tensor {name!r} has type {entry.dtype!r}; known: {', '.join(DTYPES)}"
+                f"model file {path}: tensor {name!r} has type {entry.dtype!r}; known: {', '.join(DTYPES)}. "
+                "Convert the weights to one of these"
             )
         start, end = 8 + header_size + start, 8 + header_size + end
         if start != position or end - start != prod(entry.shape) * dtype.itemsize:
@@ -129,7 +138,10 @@ def read_header(file: FileIO) -> list[StoredTensor]:
 class BounceBuffers:
     """Bounded host buffers for bytes that cannot be read from a file straight into the weights.
 
-    There is one buffer, or for CUDA two pinned ones: one is filled while the other is copied.
+    These are bytes of weights on a GPU, of weights in another dtype than the file's, and of a tensor of which
+    only some columns are needed. There is one buffer, or for CUDA two pinned ones: one is filled while the
+    other is copied to the GPU. Each of the two has an event, recorded after the copy from it, for which its
+    next use waits.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = BOUNCE_BYTES) -> None:
@@ -170,7 +182,8 @@ class Shards:
                     other = self.tensors.setdefault(tensor.name, tensor)
                     if other is not tensor:
                         raise ModelFileError(
-                            f"model files {other.file.name} and {path} both hold tensor {tensor.name!r}"
+                            f"model files {other.file.name} and {path} both hold tensor {tensor.name!r}; "
+                            "remove the file that does not belong to the model"
                         )
             for name, file in (places or {}).items():
                 if name not in self.tensors or Path(str(self.tensors[name].file.name)).name != file:
@@ -178,7 +191,7 @@ class Shards:
                         f"model file {origin.parent / file} has no tensor {name!r}, which {origin.name} says "
                         "it has. Get both again"
                     )
-            self.close = files.pop_all().close
+            self.close = files.pop_all().close  # after an error above, the files are closed already
 
     @classmethod
     def in_directory(cls, directory: Path) -> Self:
@@ -223,12 +236,16 @@ class Shards:
         missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise ModelFileError(f"{self.origin} lacks tensor {', '.join(map(repr, missing[:_SHOWN]))}{more}")
+            raise ModelFileError(
+                f"{self.origin} lacks tensor {', '.join(map(repr, missing[:_SHOWN]))}{more}, for which "
+                "config.json asks. Get the weights and config.json of the same model"
+            )
+        # For example, a tensor of all experts and also the tensors of its experts.
         repeated = weight_map.coverage(name for name in self.tensors if name in weight_map.slices).repeated
         if repeated:
             raise ModelFileError(
                 f"{self.origin} holds the same weights under two names: see the names that fill "
-                f"{next(iter(repeated))}"
+                f"{next(iter(repeated))}, such as those of all experts and of each expert; keep one of them"
             )
         for name, target in weight_map.aliases.items():
             if name in self.tensors and not _are_equal(self.tensors[name], self.tensors[target]):
@@ -248,10 +265,17 @@ class Shards:
         for tensor in self.tensors.values():
             for part in weight_map.slices.get(tensor.name, ()):
                 target = box_of(arena.view(part.parameter), part)
-                yield from _copy(tensor, 0, tensor.shape, part.source, target, buffers)
+                yield from _copy(
+                    tensor, first=0, shape=tensor.shape, box=part.source, target=target, buffers=buffers
+                )
 
 
 def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, by the tensor's name, after checking that each is beside `index`.
+
+    Raises:
+        ModelFileError: the index is corrupt or names another place, or a file is missing.
+    """
     try:
         content = msgspec.json.decode(read_text(index), type=dict[str, msgspec.Raw])
         places = msgspec.json.decode(content["weight_map"], type=dict[str, str])
@@ -263,7 +287,7 @@ def _read_index(index: Path) -> dict[str, str]:
         if not (index.parent / file).exists():
             raise ModelFileError(
                 f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} is in "
-                "it"
+                "it. Get it too"
             )
     return places
 
@@ -285,9 +309,14 @@ def _values(tensor: StoredTensor) -> Iterator[Tensor]:
 def _copy(
     tensor: StoredTensor, first: int, shape: Shape, box: Box, target: Tensor, buffers: BounceBuffers
 ) -> Iterator[int]:
-    """Copy `box` of the array of `shape` that begins at element `first` of `tensor`."""
+    """Copy `box` of the array of `shape` that begins at element `first` of `tensor` to `target`.
+
+    `target` has the shape of `box`. Whole rows go from the file to `target` if it is contiguous, on the CPU
+    and of the file's dtype. All others pass through `buffers` in blocks of rows; the copy from there also
+    cuts the columns out and casts the values. Yields the bytes of each copy.
+    """
     row_size = prod(shape[1:])
-    if len(shape) == 3:
+    if len(shape) == 3:  # a tensor of all experts: one expert's matrix after the other
         for place, index in enumerate(range(box[0].start, box[0].stop)):
             yield from _copy(tensor, first + index * row_size, shape[1:], box[1:], target[place], buffers)
         return
@@ -326,7 +355,7 @@ def open_writer(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, 
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         yield file

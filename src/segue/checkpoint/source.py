@@ -47,9 +47,14 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
         name, path = _locate(model, load_format)
     gguf = _gguf_file(path, load_format)
     if gguf is None and load_format == "gguf":
-        raise ModelFileError(f"model directory {path} has no *.gguf file; the load format 'gguf' needs one")
+        raise ModelFileError(
+            f"model directory {path} has no *.gguf file; the load format 'gguf' needs one. Use 'auto'"
+        )
     if gguf is not None and load_format == "safetensors":
-        raise ModelFileError(f"model {gguf} is a file; the load format 'safetensors' needs a directory")
+        raise ModelFileError(
+            f"model {gguf} is a file; the load format 'safetensors' needs a directory with a config.json. "
+            "Use 'auto'"
+        )
     directory = path if gguf is None else convert.convert(gguf, cache_dir)
     hf_config = read_json(directory / "config.json")
     try:
@@ -78,6 +83,7 @@ def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
     path, shown = Path(os.path.expanduser(model)), model_files.short_path(model)
     is_allowed = model_files.may_be_at(path)
     try:
+        # The empty string is no model, although `Path("")` is the current directory.
         is_local = model != "" and is_allowed and path.exists()
     except OSError as error:
         raise ModelFileError(f"cannot open model {shown}: {error.strerror}") from error
@@ -95,8 +101,13 @@ def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
 
 
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
+    """Return the GGUF file at `path`, or the only one in the directory `path`.
+
+    Returns None if the directory has no GGUF file. With a config.json, it counts as a model of safetensors
+    files, so its GGUF files are ignored unless `load_format` is "gguf".
+    """
     if not path.is_dir():
-        open_gguf(path).close()
+        open_gguf(path).close()  # raises an error for any other kind of file
         return path
     if load_format != "gguf" and (path / "config.json").exists():
         return None

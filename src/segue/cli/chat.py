@@ -30,7 +30,7 @@ class LocalChat:
         """Return the pieces of the answer to `messages`; raises RemoteError if the model has no tokenizer."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
-            raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat")
+            raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat; use a model that has one")
         ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
         return pieces(self._engine.generate(input_ids=ids, sampling_params=self._params, stream=True))
 
@@ -63,7 +63,7 @@ class RemoteChat:
                     raise RemoteError(message_of(content))
                 for choice in content["choices"]:
                     yield choice["delta"].get("content") or ""
-        raise RemoteError(f"{self._server.url} ended in the middle of its answer")
+        raise RemoteError(f"{self._server.url} ended in the middle of its answer; see the server's log")
 
 
 def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:

@@ -64,7 +64,9 @@ class Remote:
                     raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
                 yield response
         except (OSError, HTTPException) as error:
-            raise RemoteError(f"{self.url} ended in the middle of its answer ({error})") from None
+            raise RemoteError(
+                f"{self.url} ended in the middle of its answer ({error}); see the server's log"
+            ) from None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RemoteError(
                 f"{self.url} does not answer as expected ({type(error).__name__}: {error}); check --url"

@@ -256,7 +256,11 @@ class Runtime:
     def _on_error(self, error: Exception) -> None:
         """End the engine: a message was lost, so requests could wait forever."""
         logger.error("the frontend failed on a message of the scheduler", exc_info=error)
-        self._die(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+        self._die(
+            EngineDeadError(
+                f"the frontend failed: {type(error).__name__}: {error}; the engine has ended, start it again"
+            )
+        )
 
     def _on_exit(self, reason: str) -> None:
         """Take the exit of a worker. Called by the thread that watches the worker."""

@@ -72,7 +72,9 @@ def select(name: str, device: torch.device, *, deterministic: bool = False) -> M
             return entry
     mode = " with --deterministic" if deterministic else ""
     names = ", ".join(entry.name for entry in _BACKENDS)
-    raise ConfigError(f"MoE backend {name!r} does not run on {device.type}{mode}; backends: {names}")
+    raise ConfigError(
+        f"MoE backend {name!r} does not run on {device.type}{mode}; use 'auto', or another one of {names}"
+    )
 
 
 def run_by_expert(

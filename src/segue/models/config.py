@@ -111,7 +111,8 @@ class ModelConfig:
         num_kv_heads = _size(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(
-                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+                f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}; "
+                "correct config.json"
             )
         trained_context = _size(config, "max_position_embeddings")
         rope = _rope(config, trained_context)
@@ -251,7 +252,8 @@ def _moe(config: Mapping[str, Any]) -> MoEConfig:
     per_token = _size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UnsupportedModelError(
-            f"config.json: num_experts_per_tok is {per_token}, but there are {num_experts} experts"
+            f"config.json: num_experts_per_tok is {per_token}, but there are {num_experts} experts; correct "
+            "the one that is wrong"
         )
     return MoEConfig(
         num_experts=num_experts,

@@ -86,7 +86,10 @@ class TrainerGroup:
             hint = "; NCCL cannot connect two processes on one GPU: use backend='gloo'" if shared else ""
             raise RuntimeError(f"the group {name!r} was not joined: {self._error}{hint}") from self._error
         if self._joined is None:
-            raise TimeoutError(f"not all engines joined the group {name!r} within {timeout_s:g} s")
+            raise TimeoutError(
+                f"not all engines joined the group {name!r} within {timeout_s:g} s; see their logs, or raise "
+                "timeout_s"
+            )
 
     def announce(self) -> None:
         """Announce the next bucket in the store; with NCCL, to be called before each bucket.
@@ -332,7 +335,8 @@ class BroadcastSender:
             found, tensor = next(self.tensors)
             if (found, tensor.dtype, tensor.shape) != (name, planned.dtype, planned.shape):
                 raise RuntimeError(
-                    f"tensor {name!r}: the weights changed their names, dtypes or shapes during the send"
+                    f"tensor {name!r}: the weights changed their names, dtypes or shapes during the send; "
+                    "change them only between sends"
                 )
             yield tensor
 

@@ -82,7 +82,11 @@ def config(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the special tokens, with all that end a turn."""
+    """Return the content of `generation_config.json`: the special tokens.
+
+    A file may name both an end of the text and an end of a turn; a generation ends at either, so
+    `eos_token_id` lists both if they differ.
+    """
     found = token_ids(file)
     found.pop("unk_token_id", None)
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
@@ -93,7 +97,10 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 class Keys:
-    """The metadata under one prefix: the architecture's name, or "tokenizer.ggml"."""
+    """The metadata under one prefix: the architecture's name, or "tokenizer.ggml".
+
+    A key's full name in the file is `<prefix>.<key>`; the methods take the part after the prefix.
+    """
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file
@@ -130,6 +137,10 @@ def token_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
+    """Return the model's `rope_parameters`: the base frequency, and the scaling for long contexts.
+
+    The metadata name the scaling, except for Llama 3's: such a file has a tensor of factors instead.
+    """
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": reader.get("rope.freq_base", 10000.0)}
     kind = reader.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.tensors:
@@ -148,7 +159,11 @@ def _rope(file: GGUFFile, reader: Keys) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
-    """Recognise Llama 3's scaling by the factor of each frequency; the file does not name the scaling."""
+    """Return the parameters of Llama 3's RoPE scaling, which the file does not name.
+
+    The file has only the factors by which the frequencies are divided, and Llama 3's are recognised by their
+    values. `theta` is RoPE's base. Other factors raise an UnsupportedModelError.
+    """
     tensor = file.tensors["rope_freqs.weight"]
     factors = _factors(file, tensor)
     # The parameters of Llama 3.1 and later; a file has only the factors that follow from them.
@@ -171,6 +186,7 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
 
 
 def _factors(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Read the RoPE factors, one per frequency, after checking that `tensor` is a vector of float32."""
     is_vector = tensor.type is GGMLQuantizationType.F32 and len(tensor.shape) == 1
     if not is_vector or tensor.shape[0] > _MAX_FACTORS:
         raise ModelFileError(

@@ -25,7 +25,7 @@ def convert(path: Path, cache_dir: Path) -> Path:
         CacheDirectoryError: the cache cannot be written.
     """
     directory = cache_dir / "converted" / cache.sha256_of(path, cache_dir) / FORMAT
-    if cache.find_damage(directory / RECORD) is None:
+    if cache.find_damage(directory / RECORD) is None:  # the usual case: the header need not be read
         return directory
     file = GGUFFile.read(path)  # before the cache is written to, since the file may be unsupported
     try:
@@ -34,6 +34,7 @@ def convert(path: Path, cache_dir: Path) -> Path:
         raise corrupt(path, f"its metadata has a value of the wrong kind ({error})") from error
 
     def fill(made: Path) -> None:
+        """Write the two configs and the tokenizer into the temporary directory `made`."""
         for name, content in (("config", config), ("generation_config", generation_config)):
             (made / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tokenizer.convert(file, made)

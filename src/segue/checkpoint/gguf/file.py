@@ -37,7 +37,10 @@ class GGUFTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, that is, along the last dimension."""
+        """Bytes of one row, that is, along the last dimension.
+
+        A quantised type stores `block` values together in `size` bytes.
+        """
         block, size = GGML_QUANT_SIZES[self.type]
         return self.shape[-1] // block * size
 
@@ -69,7 +72,8 @@ class GGUFFile:
                 version, num_tensors, num_keys = cursor.take("IQQ")
                 if version not in (2, 3):
                     raise ModelFileError(
-                        f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, little-endian"
+                        f"model file {path} has GGUF version {version:#x}; supported: 2 and 3, "
+                        "little-endian. Convert the model again"
                     )
                 metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
                 num_parts = int(metadata.get("split.count", 0))
@@ -88,7 +92,7 @@ class GGUFFile:
             )
         by_name: dict[str, GGUFTensor] = {}
         for given in sorted(tensors, key=lambda tensor: tensor.start):
-            tensor = replace(given, start=base + given.start)
+            tensor = replace(given, start=base + given.start)  # the header counts from `base`
             if tensor.name in by_name:
                 raise corrupt(path, f"it has two tensors called {tensor.name!r}")
             by_name[tensor.name] = tensor
@@ -112,7 +116,10 @@ def open_gguf(path: Path) -> FileIO:
 
 
 class _Cursor:
-    """Reads one value after the other from a file, starting after its four magic bytes.
+    """Reads one value of the header after the other, starting after the file's four magic bytes.
+
+    `position` is the offset in the file of the next byte. Past the end, methods raise an EOFError; for what
+    cannot be a header, a KeyError or a ValueError.
 
     The file is not mapped into memory: if a mapped file became shorter, reading it would kill the process.
     """
@@ -124,6 +131,7 @@ class _Cursor:
         file.seek(self.position)
 
     def take(self, layout: str) -> tuple[Any, ...]:
+        """Read numbers of the types in `layout`, as `struct` names them; they are little-endian."""
         return struct.unpack(f"<{layout}", self._bytes(struct.calcsize(f"<{layout}")))
 
     def string(self) -> str:
@@ -131,6 +139,7 @@ class _Cursor:
         return self._bytes(length).decode()
 
     def _bytes(self, count: int) -> bytes:
+        """Read `count` bytes; a corrupt count cannot take more memory than a header may have."""
         self.position += count
         if self.position > _MAX_HEADER:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
@@ -143,6 +152,7 @@ class _Cursor:
         return found
 
     def value(self) -> Any:
+        """Read a metadata value: its type's number and then a string, a scalar, or an array as a tuple."""
         (kind,) = self.take("I")
         if kind == GGUFValueType.STRING:
             return self.string()
@@ -157,15 +167,21 @@ class _Cursor:
 
 
 def _tensor(path: Path, cursor: _Cursor) -> GGUFTensor:
+    """Read the header's entry of one tensor.
+
+    Its `start` still counts from the first tensor, whose place is known only after the whole header.
+    """
     name = cursor.string()
     (num_dims,) = cursor.take("I")
+    # GGUF lists the dimensions from the innermost on.
     shape = tuple(reversed(cursor.take(f"{num_dims}Q")))
     number, start = cursor.take("IQ")
     try:
         kind = GGMLQuantizationType(number)
     except ValueError as error:
         raise ModelFileError(
-            f"model file {path}: tensor {name!r} has an unknown type, number {number}"
+            f"model file {path}: tensor {name!r} has an unknown type, number {number}; use the model in "
+            "another quantisation, which the gguf package knows"
         ) from error
     if not shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
         raise corrupt(path, f"tensor {name!r} of shape {list(shape)} cannot have type {kind.name}")

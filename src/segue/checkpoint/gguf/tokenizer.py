@@ -101,6 +101,7 @@ def _merges(pairs: list[str]) -> list[tuple[str, str]]:
 
 
 def _byte_level(keys: Keys, split: str) -> Backend:
+    """Return a byte-level BPE tokenizer, GPT-2's kind; `split` is the pattern that cuts text into words."""
     backend = Backend(models.BPE(vocab=_vocabulary(keys), merges=_merges(keys.need("merges"))))
     words = pre_tokenizers.Split(Regex(split), behavior="isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,6 +111,10 @@ def _byte_level(keys: Keys, split: str) -> Backend:
 
 
 def _sentencepiece(keys: Keys) -> Backend:
+    """Return a BPE tokenizer of SentencePiece's kind: spaces are "▁", and unknown characters are bytes.
+
+    A file says, by default yes, whether a text gets a space in front; decoding then removes it again.
+    """
     vocabulary, merges = _vocabulary(keys), keys.get("merges")
     pairs = _merges_by_score(vocabulary, keys.need("scores")) if merges is None else _merges(merges)
     backend = Backend(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=True, byte_fallback=True))
@@ -125,7 +130,10 @@ def _sentencepiece(keys: Keys) -> Backend:
 
 
 def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, by falling score; of equal scores, longer left first."""
+    """Return all pairs of tokens that make a token, by falling score; of equal scores, longer left first.
+
+    SentencePiece merges the pair whose result has the highest score; our backend needs that order as a list.
+    """
     pairs = [
         (token[:cut], token[cut:])
         for token in vocabulary
@@ -136,7 +144,10 @@ def _merges_by_score(vocabulary: dict[str, int], scores: tuple[float, ...]) -> l
 
 
 def _add_special_tokens(backend: Backend, keys: Keys, named: set[str]) -> None:
-    """Add the tokens that are matched in text as a whole: control tokens and user-defined tokens."""
+    """Add the tokens that are matched in text as a whole: control tokens and user-defined tokens.
+
+    `named`: the tokens that the file gives a role, as the end of text; they count as control tokens.
+    """
     tokens = keys.need("tokens")
     types = dict(zip(tokens, keys.get("token_type", [TokenType.NORMAL] * len(tokens)), strict=True))
     control = (TokenType.CONTROL, TokenType.UNKNOWN)
@@ -147,13 +158,20 @@ def _add_special_tokens(backend: Backend, keys: Keys, named: set[str]) -> None:
 
 
 def _post_processor(keys: Keys, *, add_bos: bool) -> Any:
-    bos, eos = _end(keys, "bos", add_bos), _end(keys, "eos", False)
+    """Return what adds the first and last token to a text's tokens ("$A").
+
+    The file says whether there are such tokens; where it does not, `add_bos` decides for the first.
+    """
+    bos, eos = _added_token(keys, "bos", default=add_bos), _added_token(keys, "eos", default=False)
     single = [*(token for token, _ in bos), "$A", *(token for token, _ in eos)]
     return processors.TemplateProcessing(single=single, special_tokens=bos + eos)
 
 
-def _end(keys: Keys, name: str, default: bool) -> list[tuple[str, int]]:
-    """Return the token, "bos" or "eos", that the file adds at its end of a text, if any."""
+def _added_token(keys: Keys, name: str, default: bool) -> list[tuple[str, int]]:
+    """Return the token and id that every text gets as its first ("bos") or last ("eos"); empty: none.
+
+    `default`: whether it is added if the file does not say so.
+    """
     if not keys.get(f"add_{name}_token", default):
         return []
     index = keys.need(f"{name}_token_id")

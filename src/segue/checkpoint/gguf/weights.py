@@ -62,6 +62,7 @@ def convert(
     record = target.with_suffix(".checksums.json")
 
     def fill(made: Path) -> None:
+        """Write the safetensors file into the temporary directory `made`."""
         file = GGUFFile.read(path)
         _write(made / target.name, file, list(_sources(file, config)), dtype, progress)
 
@@ -77,8 +78,8 @@ def _sources(file: GGUFFile, config: ModelConfig) -> Iterator[Source]:
     """
     architecture = file.metadata["general.architecture"]
     in_gguf = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers).get_name
-    weight_map = build_weight_map(config, TPInfo())
-    names: dict[str | None, list[str]] = defaultdict(list)  # name in GGUF, one for all experts -> names
+    weight_map = build_weight_map(config, TPInfo())  # of one rank: the file in the cache has whole tensors
+    names: dict[str | None, list[str]] = defaultdict(list)  # name in GGUF -> checkpoint names
     for name in weight_map.names:
         names[in_gguf(re.sub(r"experts\.\d+", "experts", name), (".weight", ".bias"))].append(name)
     for tensor in file.tensors.values():
@@ -89,6 +90,7 @@ def _sources(file: GGUFFile, config: ModelConfig) -> Iterator[Source]:
                 f"model file {file.path}: tensor {tensor.name!r} is not part of the model that its metadata "
                 "describes; the model needs more than Segue implements"
             )
+        # One name, or for a tensor of all experts the names of each expert's tensor.
         for index, name in enumerate(names[tensor.name]):
             shape = weight_map.shapes[name]
             expected = (len(names[tensor.name]), *shape) if ".experts." in name else shape
@@ -109,6 +111,10 @@ def _sources(file: GGUFFile, config: ModelConfig) -> Iterator[Source]:
 
 
 def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dtype, progress: bool) -> None:
+    """Write the safetensors file `target` with `sources`, in their order, in `dtype`.
+
+    A pool's threads dequantise a few blocks ahead; the calling thread writes the blocks in their order.
+    """
     shapes = {source.name: (dtype, source.shape) for source in sources}
     total = sum(prod(source.shape) for source in sources) * dtype.itemsize
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -131,7 +137,10 @@ def _write(target: Path, file: GGUFFile, sources: list[Source], dtype: torch.dty
 
 
 def _blocks(source: Source) -> Iterator[range]:
-    """Cut a tensor into blocks of whole rows, and of whole heads if the rows of a head change their order."""
+    """Cut a tensor into blocks of whole rows, and of whole heads if the rows of a head change their order.
+
+    Returns the rows of each block, counted from `source.first_row`.
+    """
     step = max(1, _BLOCK_ELEMENTS // source.shape[-1])
     if source.head_dim:
         step = max(step // source.head_dim, 1) * source.head_dim
@@ -140,7 +149,10 @@ def _blocks(source: Source) -> Iterator[range]:
 
 
 def _dequantise(file: FileIO, source: Source, rows: range, dtype: torch.dtype) -> memoryview:
-    """Return the bytes of some rows in `dtype`."""
+    """Read `rows` of `source`, counted from its first row, and return their bytes in `dtype`.
+
+    q and k rows of llama get a checkpoint's order (see `Source.head_dim`).
+    """
     tensor = source.tensor
     raw = np.empty((len(rows), tensor.row_bytes), np.uint8)
     start = tensor.start + (source.first_row + rows.start) * tensor.row_bytes
@@ -150,7 +162,7 @@ def _dequantise(file: FileIO, source: Source, rows: range, dtype: torch.dtype) -
     except NotImplementedError as error:
         raise ModelFileError(
             f"model file {file.name}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf "
-            "package cannot dequantise"
+            "package cannot dequantise; use the model in another quantisation"
         ) from error
     if source.head_dim:
         pairs = values.view(-1, source.head_dim // 2, 2, values.shape[-1])

@@ -240,7 +240,7 @@ class WeightControl:
         session, error = self.machine.session, self.machine.group_error
         if session is None and error is not None:
             self.machine.group_error = None
-            raise Refusal(f"the update has failed ({error}); the weights are as they were")
+            raise Refusal(f"the update has failed ({error}); the weights are as they were; begin a new one")
         if session is None or session.kind != "group of calls":
             raise Refusal("no update was begun; /begin_weight_update begins one")
         if session.phase is not UpdatePhase.RECEIVED:

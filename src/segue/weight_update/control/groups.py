@@ -117,7 +117,10 @@ class TrainerGroups:
             for call, (deadline, timeout_s) in list(joining.waiting.items()):
                 if now >= deadline:
                     del joining.waiting[call]
-                    text = f"group {joining.group.name!r} was not met within {timeout_s:g} s"
+                    text = (
+                        f"group {joining.group.name!r} was not joined within {timeout_s:g} s: start the "
+                        "trainer and all engines of the group, or raise timeout_s"
+                    )
                     self._outbox.answer([call], False, text)
             if not joining.waiting and not joining.is_stopped:
                 joining.is_stopped = True
