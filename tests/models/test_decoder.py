@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -199,3 +201,19 @@ def test_only_what_depends_on_changed_weights_is_built_again(is_tied: bool) -> N
         name for name, module in model.named_modules() if getattr(module, "packed", None) is not before[name]
     ]
     assert built == ["layers.1.attn.qkv", *(["lm_head"] if is_tied else [])]
+
+
+def test_making_a_decoder_does_not_import_torchs_compiler() -> None:
+    """Drawing initial values on the meta device would: 800 modules, and a second of every start."""
+    program = """if True:
+        import sys, torch
+        from segue.models.config import ModelConfig
+        from segue.models.decoder import build_model
+        config = dict(architectures=["LlamaForCausalLM"], hidden_size=32, intermediate_size=64, vocab_size=64)
+        config |= dict(num_hidden_layers=1, num_attention_heads=2, rms_norm_eps=1e-5)
+        config |= dict(max_position_embeddings=64, tie_word_embeddings=True)
+        build_model(ModelConfig.from_hf(config), dtype=torch.float32)
+        print("torch._dynamo" in sys.modules)
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "False\n", result.stderr

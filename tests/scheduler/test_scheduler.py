@@ -479,6 +479,20 @@ def test_a_policy_can_give_a_step_fewer_tokens() -> None:
     sim.run()
 
 
+def test_a_policy_may_return_the_queue_itself() -> None:
+    class All(FirstCome):
+        def pick(self, view: PrefillView, now: float) -> PrefillChoice:
+            return replace(super().pick(view, now), requests=view.waiting)
+
+    sim = Simulation(All())
+    for rid in "abcd":
+        sim.add(rid, [1, 2, 3])
+    plan = sim.launch()
+    assert plan is not None and len(plan.new_slots) == 4
+    sim.apply()
+    sim.run()
+
+
 def test_the_queue_is_ordered_by_priority_then_deadline_then_arrival() -> None:
     sim = Simulation()
     for rid, priority in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):

@@ -146,3 +146,11 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 
 def test_the_kinds_tested_here_exist() -> None:
     assert SIZES.keys() <= tiny.MODELS.keys()
+
+
+def test_an_inspection_is_answered_though_the_steps_have_failed(tmp_path: Path) -> None:
+    path, _ = checkpoint("llama", tmp_path / "old", 0)
+    with rank_of(path) as rank:
+        assert rank.stream.submit(lambda: 1 // 0).exception() is not None
+        (error,) = rank.ask(Inspect, request=CheckWeights(action="snapshot")).errors
+        assert "ZeroDivisionError" in error

@@ -237,9 +237,10 @@ def _at(value: Any, steps: Sequence[int | str]) -> Any:
 
 
 def _where(steps: Sequence[int | str], rules: Mapping[str, str]) -> tuple[str, str | None]:
-    """The place that ``steps`` lead to, in words, and its rule.
+    """The place that ``steps`` lead to, such as ``messages[0].role``, and its rule if it has one.
 
-    What follows a field with a rule is left out: the alternatives of several types that did not match.
+    The place ends at a field with a rule, which says in words all that the field may be: msgspec's own place
+    goes on into one of the field's possible types.
     """
     path = ""
     for step in steps:

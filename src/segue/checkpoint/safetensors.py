@@ -283,7 +283,9 @@ def _read_index(index: Path) -> dict[str, str]:
         raise corrupt(index, f"it is not an index of tensors ({error!r})") from error
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".."):
-            raise corrupt(index, f"tensor {name!r} is in {file!r}, which is not a file name")
+            raise corrupt(
+                index, f"tensor {name!r} is in {file!r}; it must be a file name, without a directory"
+            )
         if not (index.parent / file).exists():
             raise ModelFileError(
                 f"model file {index.parent / file} is missing; {index.name} says that tensor {name!r} is in "

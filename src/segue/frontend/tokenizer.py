@@ -166,13 +166,12 @@ class PromptEncoder:
                 has no tokenizer.
             ContextLengthError: a prompt, or a prompt with its ``max_tokens``, does not fit the context.
         """
-        shared: dict[int, SamplingParams] = {}
         all_options = {id(request.options): request.options for request in requests}.values()
         num = sum(num_entries(options) + len(options.stop) for options in all_options)
         cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
-            return self._encode_all(requests, shared)
-        work = asyncio.ensure_future(self._encode_in_pieces(requests, shared))
+            return self._encode_all(requests, self._shared_params(requests))
+        work = asyncio.ensure_future(self._encode_in_pieces(requests))
         call.encoding = work  # so that the abort of all requests can cancel it
         try:
             await asyncio.wait([work])
@@ -223,16 +222,21 @@ class PromptEncoder:
     def _encode_all(
         self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
     ) -> list[EncodedPrompt]:
-        """Encode prompts. ``shared`` gets the parameters of each of their options, by its identity."""
+        """Encode prompts. ``shared``: see :meth:`_shared_params`."""
         encoded: list[EncodedPrompt] = []
         for request in requests:
-            options = request.options
-            if id(options) not in shared:
-                shared[id(options)] = options.shared_params(self.limits)
             ids = self.encode(request)
-            params = options.prompt_params(shared[id(options)], len(ids), self.limits)
+            params = request.options.prompt_params(shared[id(request.options)], len(ids), self.limits)
             encoded.append((ids, params))
         return encoded
+
+    def _shared_params(self, requests: Sequence[GenerateRequest]) -> dict[int, SamplingParams]:
+        """Check the options of a call, and return the parameters of each, by the identity of the options.
+
+        Prompts that share their options share the parameters, too. It comes before any prompt is tokenized.
+        """
+        all_options = {id(request.options): request.options for request in requests}
+        return {key: options.shared_params(self.limits) for key, options in all_options.items()}
 
     def check_num_chars(self, count: int, param: str) -> None:
         """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
@@ -259,14 +263,13 @@ class PromptEncoder:
             if count >= self.limits.max_seq_len:
                 check_prompt_len(count, self.limits, request.param, at_least=True)
 
-    async def _encode_in_pieces(
-        self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
-    ) -> list[EncodedPrompt]:
+    async def _encode_in_pieces(self, requests: Sequence[GenerateRequest]) -> list[EncodedPrompt]:
         """Do as :meth:`_encode_all` in threads, a piece at a time, so that other calls get their turns.
 
         A prompt that is a piece alone may be long, so its parts are checked first.
         """
         encoded: list[EncodedPrompt] = []
+        shared = await self.thread_pool.run(partial(self._shared_params, requests))
         for part in _split(requests):
             if len(part) == 1:
                 await self.check_parts(part[0])

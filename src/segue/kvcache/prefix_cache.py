@@ -139,8 +139,11 @@ class PrefixCache:
         while node.parent is not None and not node.locks and not node.children:
             parent = node.parent
             pages.append(node.page)
-            self._remove(node)
+            # Unlike `_remove`, this puts no parent on the heap of leaves: the next turn removes that one.
+            del parent.children[node.key]
+            node.parent = None
             node = parent
+        self.num_pages -= len(pages)  # the loop stops at a node that does not become an evictable leaf
         return pages
 
     def hide(self, node: Node) -> None:

@@ -118,8 +118,10 @@ class DeviceInputs:
     def load(self, arrays: PlanArrays, shape: StepShape, ring_index: int) -> None:
         """Copy the inputs of any step to the device, padded to `shape`, from ring buffer `ring_index`.
 
-        Padding tokens have the dummy request's slot and position 0. In the grid padding is in front of each
-        prompt, so the tokens are spread; in all other shapes it is behind all tokens.
+        Padding tokens have the dummy request's slot and position 0; what they sample goes to its position 1.
+        `ring_index` itself is an input, too: the sampling graph writes the tokens to that ring buffer. In the
+        grid padding is in front of each prompt, so the tokens are spread; in all other shapes it is behind
+        all tokens.
         """
         plan, host, ends = arrays.plan, self._staged[ring_index].numpy(), arrays.ends
         count = int(ends[-1])

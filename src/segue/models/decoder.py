@@ -212,8 +212,10 @@ class Decoder(Layer):
         self.collectives = collectives
         self.deterministic = deterministic
         self.shard = shard(config, collectives.tp)
-        # This rank's rows of the table, padding included.
-        self.embed = nn.Embedding(self.shard.vocab_size, config.hidden_size).requires_grad_(False)
+        # This rank's rows of the table, padding included. `nn.Embedding()` would draw initial values, and on
+        # the meta device import torch._dynamo for that: 800 modules, and a second of every start.
+        rows, columns = self.shard.vocab_size, config.hidden_size
+        self.embed = nn.Embedding(rows, columns, _weight=torch.empty(rows, columns)).requires_grad_(False)
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, self.shard, collectives, moe_backend)
             for index in range(config.num_layers)

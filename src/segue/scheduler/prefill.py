@@ -107,7 +107,7 @@ class PrefillPlanner:
             return None
         choice = self._policy.pick(view, now)
         budget = choice.budget
-        for request in choice.requests:
+        for request in tuple(choice.requests):  # a policy may return the queue itself, which changes here
             if budget <= 0 or (request.phase is WAITING and not self._admit(request, step)):
                 break
             budget -= step.prefill(request, budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 from segue.memory.tensor_ops import warm_up
@@ -96,9 +97,19 @@ class WeightUpdater:
         self._spawn(command.call, wait)
 
     def _inspect(self, command: messages.Inspect) -> None:
-        """Read the weights between two steps, and reply; an error there would make later steps fail too."""
+        """Read the weights between two steps, and reply there: an error would make later steps fail too.
+
+        If an earlier step has failed, the stream runs nothing any more: then its error is the reply.
+        """
         read = partial(self._inspector.answer, command.request)
-        self._served.submit(partial(self._replies.answer, command.call, lambda fields: fields.update(read())))
+        answer = partial(self._replies.answer, command.call)
+
+        def on_done(done: Future[None]) -> None:
+            if done.exception() is not None:
+                answer(lambda _: done.result())
+
+        done = self._served.submit(partial(answer, lambda fields: fields.update(read())))
+        done.add_done_callback(on_done)
 
     def _spawn(self, call: int, work: Work) -> None:
         """Reply to `call` when a thread has done `work`."""

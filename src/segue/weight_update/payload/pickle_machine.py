@@ -117,6 +117,7 @@ class PickleMachine(_Unpickler):
         self._has_persistent_ids = has_persistent_ids
         self._size = file.getbuffer().nbytes
         self._num_left = self._size // _BYTES_PER_OBJECT + _FREE_OBJECTS
+        # In place of the standard library's table: only allowed opcodes, and a limited number of them.
         self.dispatch = _CountedDispatch()  # type: ignore[assignment, misc]  # used as a mapping only
         self.memo = _Memo()
 
@@ -177,7 +178,9 @@ class PickleMachine(_Unpickler):
         """Replace a function and its arguments by the description that `Function.call` makes."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not Function:
-            raise _refusal(f"calls a {type(function).__name__}")
+            raise _refusal(
+                f"calls a {type(function).__name__}; only functions that rebuild tensors may be called"
+            )
         self._count_object()
         self.append(function.call(arguments))
 
