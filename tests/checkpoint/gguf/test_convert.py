@@ -56,6 +56,7 @@ CONVERTED = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
+LOCK = f".{convert.RECORD}.lock"
 
 
 @pytest.mark.parametrize("how", ["corrupt", "cut", "gone"])
@@ -68,7 +69,7 @@ def test_a_damaged_file_is_converted_again_and_the_others_stay(
     assert not caplog.records
     (directory / "weights-float32.safetensors").write_text("made by others")
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    assert set(before) == {*CONVERTED, convert.RECORD, "weights-float32.safetensors", ".lock"}
+    assert set(before) == {*CONVERTED, convert.RECORD, "weights-float32.safetensors", LOCK}
     content = before[name]
     match how:
         case "corrupt":
@@ -95,18 +96,18 @@ def test_a_corrupt_config_in_the_cache_is_replaced(tmp_path: Path) -> None:
 def test_the_next_conversion_removes_files_of_a_killed_one(tmp_path: Path) -> None:
     path, cache_dir = write(tmp_path), tmp_path / "cache"
     directory = convert.convert(path, cache_dir)
-    left = directory / ".new-abc123"  # as test_cache.py finds it after a kill
+    left = directory / f".{convert.RECORD}.abc123"  # as test_cache.py finds it after a kill
     left.mkdir()
     for name in (*CONVERTED, convert.RECORD):
         (directory / name).rename(left / name)
     assert convert.convert(path, cache_dir) == directory
-    assert sorted(os.listdir(directory)) == sorted([".lock", *CONVERTED, convert.RECORD])
+    assert sorted(os.listdir(directory)) == sorted([LOCK, *CONVERTED, convert.RECORD])
 
 
 def test_a_file_without_tokenizer_gives_no_tokenizer_files(tmp_path: Path) -> None:
     directory = convert.convert(write(tmp_path, tokenizer=None), tmp_path / "cache")
     assert sorted(path.name for path in directory.iterdir()) == [
-        ".lock",
+        LOCK,
         "checksums.json",
         "config.json",
         "generation_config.json",
