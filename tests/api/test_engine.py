@@ -314,6 +314,21 @@ def test_an_async_stream_that_nobody_refers_to_any_more_ends_its_request(
         assert_nothing_left(engine)  # within 5 s
 
 
+def test_an_async_stream_ends_its_request_when_the_loop_that_read_it_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[Any] = []
+
+    async def begin(engine: FakeEngine) -> None:
+        streams.append(engine.async_generate("abc", LONG, stream=True))
+        await anext(streams[0])
+
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")  # the whole reply takes 20 s
+    with start(tiny_model) as engine:
+        asyncio.run(begin(engine))
+        assert_nothing_left(engine)  # within 5 s
+
+
 def test_an_async_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path) -> None:
     async def work() -> None:
         engine = start(tiny_model)

@@ -322,6 +322,7 @@ def test_control_commands_send_the_admin_key(tiny_model: Path, monkeypatch: pyte
         assert exit_code_of() == 1
         monkeypatch.setenv("SEGUE_ADMIN_API_KEY", "b")
         assert (exit_code_of(), exit_code_of("--api-key", "c")) == (0, 1)
+        assert exit_code_of("--api-key", "") == 0, "as when a script passes a variable that is not set"
 
 
 def test_the_reason_of_a_refusal_is_shown(tiny_model: Path) -> None:

@@ -95,12 +95,6 @@ def test_failures_are_answered_where_the_client_looks(post: Any) -> None:
         ("/init_weights_update_group", {**GROUP, "master_port": 70_000}, "master_port"),
         ("/init_weights_update_group", {**GROUP, "world_size": 4_000_000}, "world_size"),
         ("/update_weights_from_disk", {}, "model_path"),
-        ("/update_weights_from_disk", {"model_path": "m", "load_format": "pt"}, "load_format"),
-        (
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": ["AAAA"], "load_format": "sharded"},
-            "load_format",
-        ),
         (
             "/update_weights_from_distributed",
             {"names": ["a"], "dtypes": ["float32"], "shapes": [[-1]]},

@@ -45,7 +45,7 @@ SCALARS = (
     | st.text(max_size=12)
     | st.sampled_from(['"', "\\", '\\"', "],[", '","', "{}", ",", ":", "\n", "é🙂", "a" * 40])
 )
-VALUES = st.recursive(
+VALUES = st.sampled_from([[1 << 31], [[-1 << 40]]]) | st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=5)
@@ -123,7 +123,30 @@ TENSOR = fields({"serialized_named_tensors": STRINGS}, {"load_format": TEXTS})
 
 def native(body: Any) -> Any:
     call = parse_call(body, MAX_PROMPTS)
+    for request in call.requests:
+        check_ids(request.prompt, request.options.stop_token_ids)
     return [(request.prompt, request.options) for request in call.requests]
+
+
+def completions(body: Any) -> Any:
+    request = parse_completion(body)
+    check_ids(request.prompt, request.stop_token_ids)
+    return request
+
+
+def chats(body: Any) -> Any:
+    request = parse_chat(body)
+    check_ids(request.stop_token_ids)
+    return request
+
+
+def check_ids(*found: Any) -> None:
+    """Refuse token ids of more than 32 bits, as the encoder does with a body that was decoded at once."""
+    for value in found:
+        if isinstance(value, int) and not -(1 << 31) <= value < 1 << 31:
+            raise InvalidRequestError("an id of more than 32 bits")
+        if isinstance(value, (list, tuple)):
+            check_ids(*value)
 
 
 def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[ServedModel], Shape]]:
@@ -132,8 +155,8 @@ def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[ServedModel], Sh
 
 
 FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]] = [
-    (CHAT, parse_chat, chat),
-    (COMPLETION, parse_completion, completion),
+    (CHAT, chats, chat),
+    (COMPLETION, completions, completion),
     (GENERATE, native, generate),
     (PREPARE, *weights("prepare_weights_update")),
     (DISTRIBUTED, *weights("update_weights_from_distributed")),

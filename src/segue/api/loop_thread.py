@@ -121,20 +121,26 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
     """
 
     def __init__(self, thread: LoopThread, source: AsyncGenerator[T, None], owner: object) -> None:
-        self._thread = thread
-        self._source = source  # its loop closes it once nobody refers to it
         self._owner = owner  # must outlive the stream
+        self._items = self._pull(thread, source)
 
     def __await__(self) -> Generator[Any, None, AsyncStream[T]]:
         yield from ()
         return self
 
     async def __anext__(self) -> T:
-        if (item := await self._thread.call_async(_step(self._source))) is None:
-            raise StopAsyncIteration
-        return item
+        return await anext(self._items)
 
     async def aclose(self) -> None:
         """End early."""
-        with suppress(EngineDeadError):
-            await self._thread.call_async(self._source.aclose())
+        await self._items.aclose()
+
+    @staticmethod
+    async def _pull(thread: LoopThread, source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Yield the items of ``source``. The caller's loop closes this generator when it ends itself."""
+        try:
+            while (item := await thread.call_async(_step(source))) is not None:
+                yield item
+        finally:
+            with suppress(EngineDeadError):
+                await thread.call_async(source.aclose())

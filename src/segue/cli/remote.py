@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -19,9 +20,17 @@ TIMEOUT_S = 600.0
 control_app = typer.Typer()
 PANEL = "Control a running server"  # the heading in `segue --help`
 Url = Annotated[str, typer.Option(help="The running server.")]
+KEYS = ["SEGUE_ADMIN_API_KEY", "SEGUE_API_KEY"]
+
+
+def _given_or_from_environment(key: str | None) -> str | None:
+    """Return the key. An empty one counts as left out, as when a script passes a variable that is not set."""
+    return key or next(filter(None, map(os.environ.get, KEYS)), None)
+
+
 ApiKey = Annotated[
     str | None,
-    typer.Option(help="Its admin key, or API key.", envvar=["SEGUE_ADMIN_API_KEY", "SEGUE_API_KEY"]),
+    typer.Option(help="Its admin key, or API key.", envvar=KEYS, callback=_given_or_from_environment),
 ]
 DEFAULT_URL = "http://127.0.0.1:30000"
 

@@ -189,7 +189,7 @@ class StopMatcher:
     __slots__ = ("_held", "_keep", "_prefixes", "_stops")
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
-        """Look for ``stops``, of which none is empty; ``keep`` leaves the one found in the text."""
+        """Look for the strings ``stops``, none of them empty; with ``keep`` the text keeps the one found."""
         self._stops = stops
         self._prefixes = [_PrefixMatch(stop) for stop in stops]
         self._keep = keep  # whether the stop string stays in the text

@@ -13,8 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from segue.config import LoadFormat as CheckpointFormat
-
 Backend = Literal["nccl", "gloo"]
 StagingPlace = Literal["auto", "device", "host"]
 LoadFormat = Literal["flattened_bucket", "auto", "direct", ""]
@@ -220,7 +218,7 @@ class UpdateFromDisk(SingleUpdate, frozen=True, kw_only=True):
     reply: ClassVar = {"num_paused_requests": 0}
 
     model_path: Annotated[str, Meta(min_length=1)]
-    load_format: CheckpointFormat | None = None
+    load_format: str | None = None  # see `WeightMachine.load`, so that a wrong one fails the whole update
 
 
 class UpdateFromTensor(SingleUpdate, frozen=True, kw_only=True):
@@ -233,7 +231,7 @@ class UpdateFromTensor(SingleUpdate, frozen=True, kw_only=True):
 
     # Base64 of one payload per rank, or of one for all ranks.
     serialized_named_tensors: Annotated[list[str], Meta(min_length=1, max_length=MAX_PAYLOADS)]
-    load_format: Literal["flattened_bucket"] | None = None  # says nothing new: a payload shows its form
+    load_format: str | None = None  # "flattened_bucket" says nothing new: a payload shows its form
 
 
 class BeginUpdate(Operation, frozen=True, kw_only=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from typing import cast
 
 from segue.checkpoint import hub, model_files
 from segue.checkpoint.load import read_weights
 from segue.checkpoint.safetensors import BOUNCE_BYTES
 from segue.checkpoint.source import resolve
+from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
 from segue.messages.weight_operations import UpdateFromDisk
@@ -40,7 +42,8 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     Nothing is staged before the checkpoint's config was compared with the served model's.
     """
     served, table = staged.served, staged.served.weight_map
-    source = resolve(request.model_path, request.load_format or "auto", served.cache_dir)
+    load_format = cast(LoadFormat, request.load_format or "auto")  # rank 0 has checked it
+    source = resolve(request.model_path, load_format, served.cache_dir)
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(

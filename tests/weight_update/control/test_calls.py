@@ -702,6 +702,32 @@ def test_one_wrong_call_fails_its_whole_group_of_calls(engine: Engine) -> None:
     assert engine.reply(UpdateFromTensor(serialized_named_tensors=["x"])).success
 
 
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (
+            UpdateFromDisk(model_path="p", load_format="pt"),
+            "load_format is 'pt'; use null or one of auto, safetensors, gguf, dummy",
+        ),
+        (
+            UpdateFromTensor(serialized_named_tensors=["x"], load_format="sharded"),
+            "load_format is 'sharded'; use null or 'flattened_bucket'",
+        ),
+    ],
+    ids=["disk", "tensor"],
+)
+def test_a_call_with_a_wrong_load_format_fails_its_whole_group_of_calls(
+    engine: Engine, call: UpdateFromDisk | UpdateFromTensor, text: str
+) -> None:
+    engine.reply(BeginUpdate())
+    assert engine.reply(single(PART)).success
+    answer = engine.reply(call)
+    assert not answer.success and answer.message == text
+    answer = engine.reply(EndUpdate())
+    assert not answer.success and text in answer.message
+    assert engine.scheduler.weight_version == "0", "what the calls before it brought is not committed"
+
+
 def test_a_group_of_calls_that_is_never_ended_is_given_up(engine: Engine) -> None:
     engine.reply(BeginUpdate())
     assert engine.reply(single(PART)).success

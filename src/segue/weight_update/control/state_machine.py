@@ -11,10 +11,11 @@ all of them have been replaced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from msgspec import structs
 
+from segue.config import LoadFormat
 from segue.messages import weight_update as messages
 from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.requests import Finished
@@ -169,6 +170,9 @@ class WeightMachine:
         self.enter(session, UpdatePhase.POSTING, now)  # the ranks read instead of posting receives
         number, request = session.number, asked.operation
         commands: list[messages.WeightCommand] = []
+        if isinstance(request, UpdateFromDisk | UpdateFromTensor) and (text := _wrong_format(request)):
+            self.abort(session, text, now)
+            return
         if isinstance(request, UpdateFromDisk):
             session.model_path, session.is_partial = request.model_path, False
             roots, from_hub = asked.roots, asked.from_hub
@@ -374,3 +378,14 @@ def _staging(replies: list[RankReply]) -> dict[str, Any]:
         "num_bytes": sum(reply.fields.get("staging_bytes", 0) for reply in replies),
         "note": fields.get("note", ""),
     }
+
+
+def _wrong_format(request: UpdateFromDisk | UpdateFromTensor) -> str:
+    """Return what is wrong with the call's load format; empty: nothing."""
+    if isinstance(request, UpdateFromDisk):
+        formats, rule = get_args(LoadFormat), f"one of {', '.join(get_args(LoadFormat))}"
+    else:
+        formats, rule = ("flattened_bucket",), "'flattened_bucket'"
+    if request.load_format in (None, *formats):
+        return ""
+    return f"load_format is {request.load_format!r}; use null or {rule}"
