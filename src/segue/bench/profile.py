@@ -81,7 +81,8 @@ class StepBench:
         """
         length = max(1, context - _WARM - _TIMED // 2)  # half-way through the timed steps it is `context`
         prefills = ceil_div(rows * length, self.runner.limits.chunked_prefill_size)  # others decode meanwhile
-        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED  # no row may end before the last step
+        # No row may end before the last step. The 2: its prefill's token, and the step in flight.
+        max_tokens = prefills + 2 + _WARM + _TIMED + _TRACED
         self._check_fit(rows, length + max_tokens, prompt)
         for i in range(rows):
             params = SamplingParams(max_new_tokens=max_tokens, temperature=0.6, seed=i)

@@ -206,8 +206,8 @@ class PauseControl:
     def _retract_all(self) -> int:
         """Retract every running request and free its KV; returns their number.
 
-        The mode promises free memory, so pages that the prefix cache would keep are discarded too, unless
-        another holder has locked them or other pages follow them.
+        The mode ``retract`` promises free memory, so pages that the prefix cache would keep are discarded
+        too, unless another request has locked them or other pages follow them.
         """
         s = self._scheduler
         started = list(s.running.values())

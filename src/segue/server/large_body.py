@@ -340,7 +340,7 @@ def _members(data: bytes, shape: Shape) -> dict[str, bytes]:
         found = structs.asdict(msgspec.json.decode(data, type=kind))
         return {name: bytes(raw) for name, raw in found.items() if raw is not UNSET}
     if not data.startswith(b"{"):
-        raise msgspec.ValidationError("Expected `object`")
+        raise msgspec.ValidationError("expected an object")  # the callers name the body, or its field
     members: dict[str, bytes] = {}
     for start, end in cut(data, MAX_MEMBERS, "fields"):
         if member := _MEMBER.match(data, start, end):

@@ -76,7 +76,8 @@ def _wire_problems(manifest: Manifest) -> list[str]:
 def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
     """Returns where `manifest` contradicts the model: in names, shapes, dtypes, or by what is missing.
 
-    A tensor may come by its own name or inside a stacked one, but only once.
+    A tensor may come by its own name or inside a stacked one, but only once. A tied tensor and the tensor
+    that it is tied to may both come; whether they are equal is checked once they are here.
     """
     problems = []
     names: set[str] = set()

@@ -229,14 +229,14 @@ class RankSession:
             group,
             manifest,
             self._sink,
-            on_ready=self._on_ready,
+            on_ready=self._answer_receive,
             on_progress=self._on_progress,
             on_done=self._on_done,
             gloo_timeout_s=command.gloo_timeout_s,
         )
 
-    def _on_ready(self, errors: Sequence[str] = ()) -> None:
-        """Reply to the `Receive`, unless that was done; `errors`: why the receive has ended instead."""
+    def _answer_receive(self, errors: Sequence[str] = ()) -> None:
+        """Reply to the `Receive` command, unless that was done; `errors`: why the receive has failed."""
         call, self._unanswered = self._unanswered, None
         if call is not None:
             self._replies.send(call, errors)
@@ -260,7 +260,7 @@ class RankSession:
     def _end_receive(self, errors: list[str]) -> None:
         """Report the end of a receive; with errors the session can only be discarded."""
         self._errors, self._is_receiving = self._errors or errors, False
-        self._on_ready(errors)
+        self._answer_receive(errors)
         self._replies.report(self._number, self._progress, done=True, error="; ".join(errors) or None)
 
     # --- the commit ---
