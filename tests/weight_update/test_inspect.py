@@ -59,9 +59,10 @@ def test_checksums_do_not_depend_on_the_number_of_ranks(
         assert inspect_ranks([alone], CheckWeights(action="checksum")) == found
 
 
-def change(rank: Rank, name: str, tensor: torch.Tensor) -> None:
-    rank.do(Take, session=1, payload=save({name: tensor}), copy=False)
-    rank.do(Commit, session=1)
+def change(rank: Rank, tensors: State) -> None:
+    number = rank.calls + 1  # a new session: the last one gives its memory back after its reply
+    rank.do(Take, session=number, payload=save(tensors), copy=False)
+    rank.do(Commit, session=number)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
@@ -77,12 +78,12 @@ def test_one_changed_value_is_seen_in_checksum_and_comparison(name: str, tmp_pat
         assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
         tensor = state[name].clone()
         tensor.view(-1)[5] += 1
-        change(rank, name, tensor)
+        change(rank, {name: tensor})
         after = inspect_ranks([rank], CheckWeights(action="checksum"))
         differ = [key for key, value in after["checksums"].items() if value != before["checksums"][key]]
         assert differ == [name] and after["total"] != before["total"]
         assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": [name]}
-        change(rank, name, state[name])
+        change(rank, {name: state[name]})
         assert inspect_ranks([rank], CheckWeights(action="checksum")) == before
         assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
 
@@ -95,13 +96,7 @@ def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -
     with rank_of(path) as rank:
         totals = [inspect_ranks([rank], CheckWeights(action="checksum"))["total"]]
         for payload in ({gate: rows}, {gate: columns}, {gate: state[up], up: state[gate]}):
-            rank.do(
-                Take,
-                session=1,
-                payload=save({gate: state[gate], up: state[up]} | payload),
-                copy=False,
-            )
-            rank.do(Commit, session=1)
+            change(rank, {gate: state[gate], up: state[up]} | payload)
             totals.append(inspect_ranks([rank], CheckWeights(action="checksum"))["total"])
     assert len(set(totals)) == 4
 
