@@ -31,7 +31,7 @@ from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams,
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.scheduler.prefill import PrefillPolicy
 from segue.scheduler.scheduler import Scheduler
-from segue.worker.loop import Launched, SchedulerLoop, StepSpeed, Throughput, follow
+from segue.worker.loop import Launched, SchedulerLoop, StepSpeed, follow
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
 from tests.worker.updaters import FakeUpdater
 
@@ -296,14 +296,6 @@ def test_a_rejection_is_answered(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=b"", params=PARAMS))
     rejected = client.receive()
     assert isinstance(rejected, Rejected) and rejected.kind == "ContextLengthError"
-
-
-def test_throughput_is_that_of_the_last_window_and_becomes_zero() -> None:
-    throughput = Throughput(0.0)
-    throughput.add(100, 0.5)
-    throughput.add(100, 1.0)
-    assert throughput.per_second(1.0) == 200
-    assert throughput.per_second(3.5) == 0
 
 
 class Slow:

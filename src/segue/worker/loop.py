@@ -39,6 +39,7 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
+from segue.worker.throughput import Throughput
 
 if TYPE_CHECKING:  # both need torch, which these loops do not
     from segue.model_runner.executor import ForwardOutput
@@ -312,31 +313,6 @@ class SchedulerLoop:
         }
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
-
-
-class Throughput:
-    """Output tokens per second over the last full window.
-
-    A window ends with the first step that is at least ``WINDOW`` seconds after its beginning.
-    """
-
-    WINDOW = 1.0  # seconds
-
-    def __init__(self, now: float) -> None:
-        self._since = now
-        self._count = 0
-        self._last = 0.0
-
-    def add(self, count: int, now: float) -> None:
-        """Count ``count`` tokens as generated now."""
-        self._count += count
-        if (elapsed := now - self._since) >= self.WINDOW:
-            self._last = self._count / elapsed
-            self._since, self._count = now, 0
-
-    def per_second(self, now: float) -> float:
-        """Tokens per second; 0 once the last full window ended two windows ago."""
-        return self._last if now - self._since < 2 * self.WINDOW else 0.0
 
 
 class StepSpeed:
