@@ -26,6 +26,7 @@ class Job:
     prompt: Sequence[int] | str  # token ids, or text
     max_tokens: int  # the exact number of output tokens: EOS is ignored
     due: float = 0.0  # when to send it, in seconds after the load begins
+    label: str = ""  # of its class, for summaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Timeline:
     max_tokens: int  # output tokens that the request asked for
     given_up: bool  # whether the client gave the request up at the load's end
     error: str | None  # None: the request ended as it should, or was given up
+    label: str = ""
 
 
 class _Choice(msgspec.Struct):
@@ -61,15 +63,17 @@ _decode = msgspec.json.Decoder(_Event).decode
 class StreamingRequest(asyncio.Protocol):
     """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
-    def __init__(self, payload: bytes, due: float, max_tokens: int) -> None:
+    def __init__(self, payload: bytes, due: float, max_tokens: int, label: str = "") -> None:
         """Prepare the request.
 
         Args:
             payload: the bytes to send, head and body.
             due: when to send them, by `clock`.
             max_tokens: the number of tokens that must come for the reply to count as complete.
+            label: of the request's class, for the timeline.
         """
         self.due = due
+        self._label = label
         self.sent = 0.0
         self.pieces: list[tuple[float, bytes]] = []
         self.ended = asyncio.Event()
@@ -119,6 +123,7 @@ class StreamingRequest(asyncio.Protocol):
             max_tokens=self._max_tokens,
             given_up=self._given_up,
             error=None if self._given_up else self._failure or error,
+            label=self._label,
         )
 
 
@@ -153,7 +158,7 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return StreamingRequest(head.encode() + body, due, job.max_tokens)
+        return StreamingRequest(head.encode() + body, due, job.max_tokens, job.label)
 
     async def send(self, connection: StreamingRequest) -> None:
         """Connect and send the request; `connection` receives the reply."""

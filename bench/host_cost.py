@@ -64,7 +64,7 @@ def measure(
         t3 = clock()
         result = result_decoder.decode(encode(StepResult(plan.step, tokens, 0.001)))
         t4 = clock()
-        output = scheduler.apply(result)
+        output = scheduler.apply(result, t4)
         t5 = clock()
         output_decoder.decode(encode(output))
         t6 = clock()

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +47,55 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """Log-normal lengths in tokens, drawn again while they are outside of the bounds."""
+
+    median: float
+    sigma: float
+    least: int
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        """Draw one length."""
+        while (
+            not self.least <= (length := round(self.median * rng.lognormvariate(0, self.sigma))) <= self.most
+        ):
+            pass
+        return length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Short prompts, and among them long ones, without common prefixes.
+
+    The default is that of `bench.laps`: chats beside documents.
+    """
+
+    long_share: float = 0.05
+    short: LogNormal = LogNormal(median=17, sigma=1.6, least=1, most=256)
+    long: LogNormal = LogNormal(median=6000, sigma=0.6, least=2000, most=16_000)
+    output: tuple[int, int] = (1, 1)
+    max_id: int = 10_000  # the largest token id
+
+    def draw(self, rng: random.Random) -> tuple[int, int, str]:
+        """Draw one request: the lengths of prompt and output, and the class."""
+        label = "long" if rng.random() < self.long_share else "short"
+        length = (self.long if label == "long" else self.short).draw(rng)
+        return length, rng.randint(*self.output), label
+
+    def job(self, rng: random.Random, due: float = 0.0) -> Job:
+        """Draw one request."""
+        length, max_tokens, label = self.draw(rng)
+        prompt = [rng.randint(0, self.max_id) for _ in range(length)]
+        return Job(prompt=prompt, max_tokens=max_tokens, due=due, label=label)
+
+    @property
+    def mean_output(self) -> float:
+        """The mean number of output tokens."""
+        return sum(self.output) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
     """The limits that a request must keep to count as good."""
 
@@ -72,6 +121,10 @@ class Run:
     begin: float
     timelines: list[Timeline]
     client_cpu: float  # share of a core that the busiest client process used
+
+    def of(self, label: str) -> Run:
+        """Return the run of one class of requests."""
+        return replace(self, timelines=[t for t in self.timelines if t.label == label])
 
     def summary(self, *, since: float, until: float, slo: SLO) -> dict[str, Any]:
         """Summarise the time from `since` to `until` after the begin: latencies in seconds, rates per second.
@@ -140,7 +193,14 @@ class Clients:
         self._pool.shutdown(cancel_futures=True)
 
     def open_loop(
-        self, rate: float, seconds: float, *, lengths: Lengths, burstiness: float, seed: int, patience: float
+        self,
+        rate: float,
+        seconds: float,
+        *,
+        lengths: Lengths | Mixture,
+        burstiness: float,
+        seed: int,
+        patience: float,
     ) -> Run:
         """Send `rate` requests per second for `seconds`; give up those not done `patience` seconds later."""
         rng = random.Random(seed)
@@ -148,7 +208,7 @@ class Clients:
         return self._run([(jobs[i :: self._count], None) for i in range(self._count)], seconds + patience)
 
     def closed_loop(
-        self, concurrency: int, seconds: float, *, lengths: Lengths, max_requests: int, seed: int
+        self, concurrency: int, seconds: float, *, lengths: Lengths | Mixture, max_requests: int, seed: int
     ) -> Run:
         """Keep `concurrency` requests running for `seconds`; `max_requests` are prepared.
 

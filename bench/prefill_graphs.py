@@ -70,7 +70,7 @@ class Server:
             self.max_padding = 1 << 20
             executor = self.runner._executor
             assert isinstance(executor, CUDAExecutor)
-            executor._capture_sizes = replace(executor._capture_sizes, forward=(), prefill=())
+            executor.capture_sizes = replace(executor.capture_sizes, forward=(), prefill=())
         self.scheduler = Scheduler(self.runner.limits, config)
         self._count = 0
 
@@ -92,8 +92,8 @@ class Server:
 
         def read(pending: ForwardOutput) -> None:
             """Take a step's result; each request that it ends is replaced by a new one."""
-            done = self.scheduler.apply(pending.result()).finished
-            now = time.perf_counter()
+            result, now = pending.result(), time.perf_counter()
+            done = self.scheduler.apply(result, now).finished
             for end in done:
                 seconds.append(now - sent.pop(end.rid))
                 if len(seconds) + len(sent) < num_requests:
@@ -150,10 +150,15 @@ def main() -> None:
                     runs[mode].append(run)
                 else:
                     now = server.scheduler.totals
-                    before[mode] = (now.num_steps, now.graph_hits, now.padded_tokens, now.prompt_tokens)
+                    before[mode] = (
+                        now.num_steps,
+                        sum(now.graph_hits.values()),
+                        now.padded_tokens,
+                        now.prompt_tokens,
+                    )
         for mode, server in servers.items():
             now = server.scheduler.totals
-            after = (now.num_steps, now.graph_hits, now.padded_tokens, now.prompt_tokens)
+            after = (now.num_steps, sum(now.graph_hits.values()), now.padded_tokens, now.prompt_tokens)
             steps, hits, padded, tokens = (b - a for a, b in zip(before[mode], after, strict=True))
             waits = sorted(second for _, seconds in runs[mode] for second in seconds)
             figures[mode].append(

@@ -84,10 +84,10 @@ def test_a_wrong_option_names_value_and_rule(options: dict[str, Any], words: str
     assert raised.value.param == next(iter(options))
 
 
-def test_sizes_are_separated_by_commas() -> None:
+def test_sizes_are_separated_by_commas_or_spaces() -> None:
     assert parse_sizes(EngineConfig().batch_prefill_batch_sizes, "") == [1, 2, 4, 8]
     assert parse_sizes(EngineConfig().batch_prefill_seq_lengths, "") == [16, 32, 64, 128, 256]
-    assert parse_sizes("3, 5", "") == [3, 5]
+    assert parse_sizes("3, 5", "") == parse_sizes(" 3 5 ", "") == [3, 5]
 
 
 def test_lists_of_sizes_are_taken_too() -> None:

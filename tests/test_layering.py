@@ -22,7 +22,7 @@ for module in {modules!r}:
 
 
 def pure_modules() -> list[str]:
-    rooms = ("scheduler", "weight_update/control", "messages")
+    rooms = ("scheduler", "laps", "weight_update/control", "messages")
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
     return [*names, "segue.kvcache.prefix_cache"]

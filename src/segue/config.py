@@ -150,6 +150,40 @@ class EngineConfig(Options):
         minimum=1,
         maximum=1 << 20,
     )
+    enable_laps_scheduler: bool = _scheduling(
+        False, "Length-aware prefill: short prompts do not wait behind long ones."
+    )
+    laps_length_threshold: int = _scheduling(
+        256,
+        "LAPS: tokens of the longest short prompt, not counting those found in the cache.",
+        minimum=1,
+        maximum=1 << 30,
+    )
+    laps_long_share: float = _scheduling(
+        0.2,
+        "LAPS: share of the time of prefill that long prompts have while short ones wait.",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    laps_ttft_slo_ms: float = _scheduling(
+        400.0,
+        "LAPS: milliseconds to the first token of a short prompt; a chunk of a long prompt that would break "
+        "this limit is put off once.",
+        minimum=1.0,
+    )
+    laps_max_blocking_ms: float | None = _scheduling(
+        None,
+        "LAPS: milliseconds that a step may take for a chunk of a long prompt while short ones wait or are "
+        "likely to come; default: 250 on CPU, 30 on CUDA.",
+        minimum=1.0,
+    )
+    laps_window_ms: float = _scheduling(
+        0.0,
+        "LAPS: milliseconds that an idle engine waits for further short prompts if they arrive in quick "
+        "succession; 0: it never waits.",
+        minimum=0.0,
+        maximum=1000.0,
+    )
     disable_prefix_cache: bool = _scheduling(False, "Do not share KV between requests with a common prefix.")
     disable_overlap: bool = _scheduling(
         False, "Plan each step only after the results of the step before it are read."

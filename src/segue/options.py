@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -70,14 +71,16 @@ class Options:
 
 
 def parse_sizes(text: str, name: str) -> list[int]:
-    """Return the numbers of an option like "1,2,4,8".
+    """Return the numbers of an option like "1,2,4,8" or "1 2 4 8".
 
     Raises:
-        ConfigError: the text is not a comma-separated list of numbers from 1 on.
+        ConfigError: the text is not a list of numbers from 1 on.
     """
-    parts = [part.strip() for part in text.split(",")]
+    parts = re.split(r"\s*,\s*|\s+", text.strip())
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{name}={text!r}: expected numbers from 1 on, separated by commas", param=name)
+        raise ConfigError(
+            f"{name}={text!r}: expected numbers from 1 on, separated by commas or spaces", param=name
+        )
     return [int(part) for part in parts]
 
 

@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from segue.cli.flags import with_options
+from segue.cli.flags import join_sizes, with_options
+from segue.config import EngineConfig
 from segue.options import Options, option
 
 
@@ -43,3 +44,20 @@ def test_a_command_takes_the_options_of_its_class(
     code = CliRunner().invoke(app, flags).exit_code
     assert calls == ([] if expected is None else [expected]) and code == (2 if expected is None else 0)
     assert ("SEGUE_SIZE" in CliRunner().invoke(app, ["--help"]).output) == (without is None)
+
+
+@pytest.mark.parametrize(
+    ("given", "joined"),
+    [
+        ("serve", "serve"),
+        (
+            "serve --batch-prefill-batch-sizes 1 2 4 --port 3",
+            "serve --batch-prefill-batch-sizes 1,2,4 --port 3",
+        ),
+        ("serve --batch-prefill-seq-lengths 16,32 64", "serve --batch-prefill-seq-lengths 16,32 64"),
+        ("generate --max-tokens 5 6", "generate --max-tokens 5 6"),
+        ("serve --precompile-bs-paddings=1 2", "serve --precompile-bs-paddings=1 2"),
+    ],
+)
+def test_sizes_may_be_several_words(given: str, joined: str) -> None:
+    assert join_sizes(EngineConfig, given.split()) == joined.split()

@@ -21,6 +21,12 @@ LOGPROB_TOLERANCE = 1e-4
 WITH_LOGPROBS: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": NUM_TOP}
 # KV tokens for the longest request (584) and little more, so that running requests are preempted.
 TIGHT = 1000
+LAPS: dict[str, Any] = {
+    "enable_laps_scheduler": True,
+    "laps_length_threshold": 32,
+    "laps_max_blocking_ms": 50.0,
+    "chunked_prefill_size": 64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ SETUPS = (
         caches=False,
     ),
     Setup("tp-3-logprobs", {"tp": 3}, logprobs=True),
+    Setup("laps-chunk-64-preempted", {**LAPS, "num_kv_tokens": TIGHT}, preempts=True),
+    Setup("laps-no-overlap-tp-3", {**LAPS, "disable_overlap": True, "tp": 3}),
 )
 
 
@@ -66,7 +74,7 @@ def shortened() -> Iterator[Any]:
     plain, *stressed = SETUPS
     yield pytest.param(plain, id=plain.name)
     for setup in stressed:
-        if setup.preempts and setup.caches:
+        if setup.preempts and setup.caches and not setup.options.get("enable_laps_scheduler"):
             few = [case for index, case in enumerate(CASES) if index % 3 != 2]
             yield pytest.param(replace(setup, cases=few), id=setup.name)
         yield pytest.param(setup, id=f"{setup.name}-all", marks=pytest.mark.slow)
@@ -146,6 +154,10 @@ def test_prompt_logprobs_equal_the_reference(running: tuple[Setup, Any], verdict
 def test_the_stress_took_place(running: tuple[Setup, Any], verdict: Verdict) -> None:
     setup, engine = running
     assert (state(engine)["num_preemptions"] > 0) == setup.preempts
+    if setup.options.get("enable_laps_scheduler"):
+        assert min(state(engine)["laps"]["picks"][reason] for reason in ("short", "long")) > 0
+    else:
+        assert state(engine)["laps"] is None
     case = REFERENCE.case("turns")
     for _ in range(2):
         reply = engine.generate(input_ids=case.prompt_ids, sampling_params=greedy(1))

@@ -81,7 +81,7 @@ def test_given_sizes_are_captured_instead_of_the_default_ones(tmp_path):
     options = {"page_size": 4, "chunked_prefill_size": 4, "max_running_requests": 8}
     lists = {"precompile_bs_paddings": [4], "precompile_token_paddings": [4]}
     runner = making.make_runner(tmp_path, device="cuda", **options, **lists)
-    capture_sizes = runner._executor._capture_sizes
+    capture_sizes = runner._executor.capture_sizes
     planner, prompt = Planner(runner), making.prompt(30)
     found = planner.generate(prompt, 10, chunk=4).output
     runner.close()

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import deque
 from typing import get_args
 
+from segue.laps.classes import PromptClass
+from segue.laps.pick import PrefillPolicy
 from segue.messages.control import (
     Continue,
     Continued,
     Flush,
     Flushed,
+    LapsLimits,
     Pause,
     Paused,
     PauseMode,
@@ -22,7 +25,8 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import StepPlan
-from segue.scheduler.prefill import NewTokenRatio, PrefillPolicy
+from segue.scheduler.prefill import NewTokenRatio
+from segue.scheduler.request import Request
 from tests.scheduler.simulation import Simulation
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
@@ -37,8 +41,13 @@ def strongest(*modes: PauseMode | None) -> PauseMode | None:
 class PausingSimulation(Simulation):
     """A simulation whose controller pauses, continues, flushes and changes weights."""
 
-    def __init__(self, policy: PrefillPolicy | None = None, **limits: int | bool) -> None:
-        super().__init__(policy, **limits)
+    def __init__(
+        self,
+        policy: PrefillPolicy[Request] | None = None,
+        laps: LapsLimits | None = None,
+        **limits: int | bool,
+    ) -> None:
+        super().__init__(policy, laps, **limits)
         self.control = self.scheduler.control
         self.calls = 0
         self.owed: dict[int, Pause | Continue | Flush] = {}  # calls that have no answer yet
@@ -296,10 +305,11 @@ class PausingSimulation(Simulation):
         scheduler, resources = self.scheduler, self.scheduler.resources
         if self.settled:
             assert set(scheduler.requests) == set(self.live), "a live request was lost, or an ended one kept"
-        queue = [r.rid for r in scheduler.waiting]
         arrivals = list(self.priorities)
-        in_order = sorted(queue, key=lambda rid: (-self.priorities[rid], arrivals.index(rid)))
-        assert queue == in_order, "a retracted request lost its position in the queue"
+        for name in get_args(PromptClass):
+            queue = [r.rid for r in scheduler.waiting.of(name)]
+            in_order = sorted(queue, key=lambda rid: (-self.priorities[rid], arrivals.index(rid)))
+            assert queue == in_order, "a retracted request lost its position in the queue"
         used = {page for step in self.device.unapplied for page in step}
         slots = {slot for step in self.launched_slots for slot in step}
         unlocked = {node.page for node in resources.prefix.nodes() if not node.locks}

@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from segue.config import EngineConfig
-from segue.messages.control import EngineLimits, SchedulerOutput
+from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
+from segue.messages.control import EngineLimits, LapsLimits, SchedulerOutput
 from segue.messages.requests import (
     AddRequest,
     Finished,
@@ -23,7 +24,8 @@ from segue.messages.requests import (
 )
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.invariants import find_problems
-from segue.scheduler.prefill import PrefillChoice, PrefillPolicy, PrefillView
+from segue.scheduler.prefill import FirstCome
+from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -81,6 +83,7 @@ class FakeDevice:
         assert len(entries) == len(set(entries)), "a plan sets an entry twice: a device may take either"
         for slot, first, pages in plan.pages:
             self.tables[slot].update(enumerate(pages, first))
+        assert all(count > 0 for count in plan.lens), "a sequence without tokens"
         assert plan.lens[: plan.num_decode] == [1] * plan.num_decode
         assert len(set(plan.slots)) == len(plan.slots) <= self.limits.max_running_requests
         assert sum(plan.lens[plan.num_decode :]) <= self.limits.chunked_prefill_size
@@ -115,26 +118,31 @@ class FakeDevice:
 
 
 @dataclass
-class HoldBack:
+class HoldBack(FirstCome):
     """A policy that lets every request wait for so many seconds first, and then takes the shortest one."""
 
     seconds: float
 
-    def pick(self, view: PrefillView, now: float) -> PrefillChoice:
-        due = {request: request.added_at + self.seconds for request in view.waiting}
+    def pick(self, view: PrefillView[Request], now: float) -> PrefillChoice[Request]:
+        due = {request: request.added_at + self.seconds for request in view.short}
         ready = sorted((r for r in due if now >= due[r]), key=lambda r: (len(r.tokens), r.arrival))
         later = [time for time in due.values() if time > now]
-        requests = [*view.started, *ready[: view.num_slots]]
-        return PrefillChoice(requests, view.budget, min(later, default=None))
+        prompts = [*view.started, *ready[: view.num_slots]]
+        return PrefillChoice(prompts=prompts, budget=view.budget, wake_at=min(later, default=None))
 
 
 class Simulation:
     """A scheduler, its fake device, and the outputs that the clients have received.
 
-    Its clock ``now``, in seconds, moves only by :meth:`pass_time`.
+    Its clock ``now``, in seconds, moves by :meth:`pass_time`, and with ``laps`` by each token computed.
     """
 
-    def __init__(self, policy: PrefillPolicy | None = None, **options: int | str) -> None:
+    def __init__(
+        self,
+        policy: PrefillPolicy[Request] | None = None,
+        laps: LapsLimits | None = None,
+        **options: int | str,
+    ) -> None:
         defaults: dict[str, int | str] = {
             "num_pages": 64,
             "page_size": 4,
@@ -144,8 +152,8 @@ class Simulation:
             "chunked_prefill_size": 16,
         }
         options = defaults | options
-        sizes = {name: options.pop(name) for name in EngineLimits.__struct_fields__}
-        self.limits = EngineLimits(**sizes)  # type: ignore[arg-type]
+        sizes = {name: options.pop(name) for name in EngineLimits.__struct_fields__ if name in options}
+        self.limits = EngineLimits(**sizes, laps=laps)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.limits, EngineConfig(**options), policy)  # type: ignore[arg-type]
         self.now = 0.0
         self.device = FakeDevice(self.limits)
@@ -194,7 +202,9 @@ class Simulation:
 
     def apply(self) -> SchedulerOutput:
         """Apply the oldest result."""
-        output = self.scheduler.apply(self.results.popleft())
+        if self.limits.laps is not None:
+            self.now += 0.004 + 0.001 * self.scheduler.in_flight[0].work.tokens
+        output = self.scheduler.apply(self.results.popleft(), self.now)
         self.device.unapplied.popleft()
         for rid, token in zip(output.rids, output.tokens, strict=True):
             assert rid not in self.finished, "a token after the end"

@@ -22,12 +22,11 @@ from hypothesis.stateful import (
 
 from segue.messages.control import Pause, PauseMode
 from segue.scheduler.pause import PauseControl
-from segue.scheduler.prefill import PrefillPolicy
 from segue.scheduler.request import Request
 from segue.scheduler.resources import Resources
 from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.pausing import MODES, PausingSimulation
-from tests.scheduler.test_properties import StepMachine, known, policies, prompts
+from tests.scheduler.test_properties import Policies, StepMachine, known, policies, prompts
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
@@ -74,11 +73,11 @@ class PauseMachine(StepMachine):
         slots: int,
         chunk: int,
         prefix: bool,
-        policy: PrefillPolicy,
+        policy: Policies,
         initial: list[dict[str, Any]],
     ) -> None:
         self.sim = PausingSimulation(
-            policy,
+            *policy,
             num_pages=-(-MAX_SEQ_LEN // page_size) + spare,
             page_size=page_size,
             max_seq_len=MAX_SEQ_LEN,

@@ -10,9 +10,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from segue.laps.pick import PrefillPolicy
+from segue.messages.control import LapsLimits
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import NON_FINITE
-from segue.scheduler.prefill import FirstCome, PrefillPolicy
+from segue.scheduler.prefill import FirstCome
+from segue.scheduler.request import Request
 from tests.scheduler.simulation import VOCAB, HoldBack, Simulation
 
 # The prompts share prefixes, so that requests share pages of the prefix cache.
@@ -25,7 +28,12 @@ prompts = st.builds(
 )
 
 
-policies = st.sampled_from([FirstCome(), FirstCome(), HoldBack(3)])
+LAPS = LapsLimits(threshold=6, long_share=0.3, slo_s=0.05, blocking_s=0.02, window_s=0.01)
+# With LAPS the clock moves with every step. Each item has the first arguments of a simulation.
+Policies = tuple[PrefillPolicy[Request] | None, LapsLimits | None]
+policies: st.SearchStrategy[Policies] = st.sampled_from(
+    [(FirstCome(), None), (HoldBack(3), None), (None, LAPS), (None, LAPS)]
+)
 # Output tokens that a request begins with: none in most cases, and sometimes all that it can have.
 known = st.sampled_from([0, 0, 0, 1, 2, 7, 40])
 
@@ -72,11 +80,17 @@ class SchedulerMachine(StepMachine):
         policy=policies,
     )
     def start(
-        self, page_size: int, spare: int, slots: int, chunk: int, prefix: bool, policy: PrefillPolicy
+        self,
+        page_size: int,
+        spare: int,
+        slots: int,
+        chunk: int,
+        prefix: bool,
+        policy: Policies,
     ) -> None:
         max_seq_len = 64
         self.sim = Simulation(
-            policy,
+            *policy,
             num_pages=-(-max_seq_len // page_size) + spare,
             page_size=page_size,
             max_seq_len=max_seq_len,

@@ -7,6 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
+from segue.messages.control import LapsLimits
 from segue.messages.requests import (
     Abort,
     AddRequest,
@@ -19,9 +21,9 @@ from segue.messages.requests import (
 from segue.messages.steps import NON_FINITE
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
-from segue.scheduler.prefill import FirstCome, PrefillChoice, PrefillPolicy, PrefillView
-from segue.scheduler.request import RequestPhase
-from segue.scheduler.scheduler import _GIVES_BACK
+from segue.scheduler.prefill import FirstCome
+from segue.scheduler.request import Request, RequestPhase
+from segue.scheduler.scheduler import _GIVES_BACK, LEAD_S
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -119,13 +121,22 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
 def test_steps_are_counted_as_graph_hits_or_eager_by_reason() -> None:
     sim = Simulation()
     sim.add("r", [1, 2, 3], max_new_tokens=4)
-    for eager, padding in ((None, 5), ("tokens", 0), (None, 7), ("tokens", 0)):
+    for graph, eager, padding in (
+        ("forward", None, 5),
+        (None, "tokens", 0),
+        ("decode", None, 7),
+        (None, "tokens", 0),
+    ):
         sim.launch()
-        sim.results[0] = msgspec.structs.replace(sim.results[0], eager=eager, padded_tokens=padding)
+        sim.results[0] = msgspec.structs.replace(
+            sim.results[0], graph=graph, eager=eager, padded_tokens=padding
+        )
         counters = sim.apply().counters
-    assert (counters.graph_hits, counters.eager_steps, counters.padded_tokens) == (2, {"tokens": 2}, 12)
+    hits = {"forward": 1, "decode": 1}
+    assert (counters.graph_hits, counters.eager_steps, counters.padded_tokens) == (hits, {"tokens": 2}, 12)
     state = internal_state(sim.scheduler)
-    assert (state["graph_hit"], state["eager"], state["padded_tokens"]) == (2, {"tokens": 2}, 12)
+    assert (state["graph_hit"], state["graph_hit_by_kind"]) == (2, hits)
+    assert (state["eager"], state["padded_tokens"]) == ({"tokens": 2}, 12)
 
 
 def test_kv_of_old_weights_is_not_shared() -> None:
@@ -435,7 +446,7 @@ def test_another_policy_changes_the_order_and_nothing_else() -> None:
     assert sims["first come"].outputs == sims["shortest first"].outputs
 
 
-POLICIES: dict[str, PrefillPolicy] = {"first come": FirstCome(), "shortest first": HoldBack(0)}
+POLICIES: dict[str, PrefillPolicy[Request]] = {"first come": FirstCome(), "shortest first": HoldBack(0)}
 
 
 def test_a_policy_may_hold_work_back_and_says_until_when() -> None:
@@ -465,7 +476,7 @@ def test_a_pause_ends_the_wait_of_a_policy() -> None:
 
 def test_a_policy_can_give_a_step_fewer_tokens() -> None:
     class Few(FirstCome):
-        def pick(self, view: PrefillView, now: float) -> PrefillChoice:
+        def pick(self, view: PrefillView[Request], now: float) -> PrefillChoice[Request]:
             return replace(super().pick(view, now), budget=min(view.budget, 5))
 
     sim = Simulation(Few(), chunked_prefill_size=16)
@@ -481,8 +492,8 @@ def test_a_policy_can_give_a_step_fewer_tokens() -> None:
 
 def test_a_policy_may_return_the_queue_itself() -> None:
     class All(FirstCome):
-        def pick(self, view: PrefillView, now: float) -> PrefillChoice:
-            return replace(super().pick(view, now), requests=view.waiting)
+        def pick(self, view: PrefillView[Request], now: float) -> PrefillChoice[Request]:
+            return replace(super().pick(view, now), prompts=view.short)
 
     sim = Simulation(All())
     for rid in "abcd":
@@ -619,3 +630,67 @@ def test_the_invariants_find_a_page_and_a_slot_with_two_owners() -> None:
         f"page {request.pages[0]} belongs to the free list and to request r",
         f"slot {request.slot} belongs to the free list and to request r",
     ]
+
+
+# --- length-aware prefill ---
+
+LAPS = LapsLimits(threshold=6, long_share=0.3, slo_s=0.05, blocking_s=0.02, window_s=0.0)
+
+
+def test_first_tokens_of_long_prompts_are_marked() -> None:
+    sim = Simulation(laps=LAPS)
+    sim.add("short", [1, 2, 3])
+    sim.add("long", [4] * 30)
+    marked = []
+    while sim.launch() is not None:
+        marked += sim.apply().long
+    assert marked == ["long"]
+
+
+def test_the_rest_of_a_cached_prompt_decides_its_class() -> None:
+    sim = Simulation(laps=LAPS)
+    sim.add("first", [1] * 40)
+    sim.run()
+    sim.add("again", [1] * 40 + [2, 3])
+    assert sim.scheduler.requests["again"].prompt_class == "short"
+    sim.add("other", [2] * 40)
+    assert [r.rid for r in sim.scheduler.waiting.of("long")] == ["other"]
+    sim.run()
+
+
+def test_a_long_prompt_becomes_short_when_another_request_has_computed_it() -> None:
+    sim = Simulation(laps=LAPS, max_running_requests=1)
+    sim.add("first", [1] * 40, max_new_tokens=20)
+    sim.step()
+    sim.add("again", [1] * 40, max_new_tokens=2)
+    assert sim.scheduler.requests["again"].prompt_class == "long"
+    for _ in range(20):
+        sim.step()
+    assert sim.scheduler.requests["again"].prompt_class == "short"
+    sim.run()
+
+
+@pytest.mark.parametrize("tokens, waits", [(16, False), (600, True)])
+def test_the_next_step_is_launched_late_behind_a_long_one(tokens: int, waits: bool) -> None:
+    sim = Simulation(num_pages=1000, max_seq_len=2000, chunked_prefill_size=1000, max_running_requests=8)
+    for index in range(3):
+        sim.add(f"{index}", [index] * tokens, max_new_tokens=1)
+        sim.launch()
+        sim.pass_time(0.1)
+        sim.apply()
+    sim.add("last", [9] * tokens, max_new_tokens=1)
+    sim.launch()
+    at = sim.scheduler.launch_at(sim.now)
+    assert at == (pytest.approx(sim.now + 0.1 - LEAD_S, abs=0.01) if waits else sim.now)
+
+
+def test_behind_a_chunk_the_next_step_waits_if_a_short_prompt_is_likely() -> None:
+    sim = Simulation(laps=LAPS, num_pages=1000, max_seq_len=2000, chunked_prefill_size=20)
+    sim.add("long", [1] * 1000)
+    for _ in range(4):
+        sim.step()
+    sim.launch()
+    assert sim.scheduler.launch_at(sim.now) == sim.now
+    for index in range(10):
+        sim.add(f"{index}", [5], max_new_tokens=1)
+    assert sim.scheduler.launch_at(sim.now) > sim.now

@@ -40,12 +40,34 @@ def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> 
     assert values["e2e_request_latency_seconds_count"] == 3
     assert values["step_time_seconds_count"] > 0
     assert values["eager_total:disabled"] == values["step_time_seconds_count"]  # a CPU has no graphs
-    assert values["eager_total:prompts"] == values["graph_hit_total"] == values["padded_tokens_total"] == 0
+    assert values["graph_hit_total:decode"] == values["graph_hit_total:forward"] == 0
+    assert values["eager_total:prompts"] == values["padded_tokens_total"] == 0
     assert values["step_time_seconds_bucket:+Inf"] == values["step_time_seconds_count"]
     assert values["num_requests_running"] == values["num_requests_waiting"] == 0
     assert values["num_preemptions_total"] == 0
     assert 0 < values["kv_cache_usage_perc"] <= 1
     assert values["kv_cache_live_perc"] == 0
+
+
+def test_metrics_of_length_aware_prefill(tiny_model: Path) -> None:
+    options = {"enable_laps_scheduler": True, "laps_length_threshold": 20}
+    with LiveServer(tiny_model, **options) as server:
+        api = Api(server.client)
+        for tokens in (5, 10, 300):
+            api.complete([70] * tokens, max_tokens=2)
+        server.assert_nothing_left()
+        values = scrape(server)
+    assert values["laps_time_to_first_token_seconds_count:short"] == 2
+    assert values["laps_time_to_first_token_seconds_count:long"] == 1
+    assert values["laps_requests_waiting:short"] == values["laps_requests_waiting:long"] == 0
+    assert values["laps_picks_total:short"] == 2 and values["laps_picks_total:long"] == 1
+    assert values["laps_chunks_total"] == 1 and 280 < values["laps_chunk_tokens_total"] <= 300
+    assert values["laps_window_seconds_total"] == 0
+    assert values["laps_cost_error:0.5"] >= 0
+
+
+def test_metrics_of_length_aware_prefill_are_left_out_without_it(server: LiveServer) -> None:
+    assert not [name for name in scrape(server) if name.startswith("laps")]
 
 
 def test_each_application_has_its_own_metrics(tiny_model: Path, server: LiveServer) -> None:

@@ -20,6 +20,7 @@ import zmq
 
 from segue.config import EngineConfig
 from segue.heartbeat import Turn, send_heartbeats
+from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
@@ -115,6 +116,7 @@ def serve(
         max_seq_len=max_seq_len,
         max_running_requests=config.max_running_requests or 16,
         chunked_prefill_size=config.chunked_prefill_size or 512,
+        laps=laps_limits(config, on_cpu=True),
     )
     ready = Ready(
         limits=limits,

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from segue.heartbeat import Turn
+from segue.laps.pick import PrefillPolicy
 from segue.messages.control import (
     Continue,
     Continued,
@@ -29,9 +30,9 @@ from segue.messages.control import (
 )
 from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
-from segue.scheduler.prefill import PrefillPolicy
+from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
-from segue.worker.loop import Launched, SchedulerLoop, StepSpeed, follow
+from segue.worker.loop import SchedulerLoop, follow
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
 from tests.worker.updaters import FakeUpdater
 
@@ -72,7 +73,7 @@ class Client:
     """The frontend's side of the sockets."""
 
     def __init__(
-        self, *, overlap: bool, ranks: int = 1, policy: PrefillPolicy | None = None, **limits: int
+        self, *, overlap: bool, ranks: int = 1, policy: PrefillPolicy[Request] | None = None, **limits: int
     ) -> None:
         self.overlap = overlap
         context = zmq.Context.instance()
@@ -477,24 +478,3 @@ def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
     client.close()
     client.close_sockets()
     assert max(drained) <= 1.2 * chunk_s  # up to two chunks if the next one were launched early
-
-
-def test_one_slow_step_does_not_change_the_predicted_duration() -> None:
-    speed, now = StepSpeed(), 10.0
-
-    def run(num_tokens: int, seconds: float) -> None:
-        nonlocal now
-        launched = Launched(Done(StepResult(1, [], 0.0)), num_tokens, now)
-        now += seconds
-        speed.note(launched, now)
-
-    def expected(num_tokens: int) -> float:
-        return speed.predict(Launched(Done(StepResult(1, [], 0.0)), num_tokens, now))[1]
-
-    assert expected(8192) == 0.0
-    for seconds in (0.2, 1.7, 0.001, 0.2, 0.2):  # the second compiled a kernel, and meanwhile the third ran
-        run(8192, seconds)
-        run(1, 0.01)
-    assert expected(8192) == pytest.approx(0.2)
-    assert expected(9000) == pytest.approx(0.2 * 9000 / 8192)
-    assert expected(256) == 0.0

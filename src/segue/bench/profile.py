@@ -192,7 +192,7 @@ class StepBench:
         if self._launched is not None:
             result = self._launched.result()
             begun = time.perf_counter()
-            self._scheduler.apply(result)
+            self._scheduler.apply(result, begun)
             self._host_seconds += time.perf_counter() - begun
             self._launched = None
 

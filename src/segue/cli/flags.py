@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 
-from segue.options import Options
+from segue.options import Options, parse_sizes
 
 
 def with_options(
@@ -48,6 +48,27 @@ def with_options(
         return run
 
     return decorate
+
+
+def join_sizes(options_class: type[Options], words: Sequence[str]) -> list[str]:
+    """Return a command line in which the numbers behind a flag of sizes are one word.
+
+    SGLang takes ``--sizes 1 2 4``, and Typer gives a flag one word: it becomes ``--sizes 1,2,4``.
+    """
+    names = {
+        f"--{option.name.replace('_', '-')}"
+        for option in fields(options_class)
+        if option.metadata["check"] is parse_sizes
+    }
+    joined: list[str] = []
+    is_sizes = False  # whether the last joined word has the sizes of such a flag
+    for word in words:
+        if is_sizes and word.isdecimal():
+            joined[-1] += f",{word}"
+            continue
+        is_sizes = bool(joined) and joined[-1] in names and word.isdecimal()
+        joined.append(word)
+    return joined
 
 
 def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:

@@ -22,7 +22,7 @@ from segue.api.engine import Engine
 from segue.checkpoint import bundled
 from segue.checkpoint.source import read_json
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
-from segue.cli.flags import with_options
+from segue.cli.flags import join_sizes, with_options
 from segue.cli.remote import Remote, control_app
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
@@ -49,7 +49,7 @@ app.add_typer(control_app)
 def main() -> None:
     """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
     try:
-        app()
+        app(args=join_sizes(EngineConfig, sys.argv[1:]))
     except SegueError as error:
         Console(stderr=True, highlight=False).print(
             f"segue: {error.message}", style="red", markup=False, soft_wrap=True

@@ -46,6 +46,9 @@ class Stats:
     prompt_tokens: int = 0  # of requests that have a first token
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_MS))
+    first_token_of: dict[str, Histogram] = field(  # by class of prompts, with LAPS
+        default_factory=lambda: {name: Histogram(FIRST_TOKEN_MS) for name in ("short", "long")}
+    )
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_MS))
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S, per_second=1))
     step: Histogram = field(default_factory=lambda: Histogram(STEP_MS))

@@ -354,6 +354,9 @@ class TokenizerManager:
             else:
                 state.first_token_at = now
                 stats.first_token.observe(now - state.created)
+                if output.counters.laps is not None:
+                    of = "long" if rid in output.long else "short"
+                    stats.first_token_of[of].observe(now - state.created)
                 stats.prompt_tokens += len(state.prompt_ids)
             state.last_token_at = now
             end = ends.get(rid)

@@ -60,6 +60,16 @@ class InitStep(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
+class LapsLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of length-aware prefill scheduling, in tokens and seconds."""
+
+    threshold: int  # tokens of the longest short prompt
+    long_share: float  # of the time of prefill, for long prompts while any of them waits
+    slo_s: float  # from a short prompt's arrival to its first token
+    blocking_s: float  # that a short prompt may wait for a step with a chunk of a long one
+    window_s: float  # that a short prompt may wait for others to be computed with
+
+
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine has room for, decided at start; the same on every rank."""
 
@@ -68,6 +78,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int  # tokens of one request, prompt and output together
     max_running_requests: int
     chunked_prefill_size: int  # prompt tokens per step; decode tokens come on top
+    step_sizes: list[int] = []  # tokens of the captured steps that prompts can be part of, ascending
+    laps: LapsLimits | None = None  # None: prompts are computed in the order of their arrival
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -97,6 +109,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     turn_s: float  # seconds that its loop has spent on the current turn, such as a step; 0: it waits
 
 
+class LapsCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What length-aware prefill scheduling has done since the start, and how things are now."""
+
+    waiting: dict[str, int]  # requests, by class
+    picks: dict[str, int]  # decisions, by reason
+    chunks: int  # steps with chunks of long prompts
+    chunk_tokens: int  # in them
+    window_s: float  # that short prompts have waited for others
+    error_p50: float  # of the predicted seconds of steps, relative, lately
+    error_p90: float
+
+
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
     """State and totals for metrics. Every scheduler output carries them."""
 
@@ -111,11 +135,12 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     num_steps: int = 0
-    graph_hits: int = 0  # steps that replayed a graph
+    graph_hits: dict[str, int] = {}  # steps that replayed a graph, by its kind
     eager_steps: dict[EagerReason, int] = {}  # steps that replayed none, by reason
     padded_tokens: int = 0  # tokens computed only to fill a graph's bucket
     non_finite_logits: int = 0  # requests that ended because of such logits
     num_accepted: int = 0  # requests accepted, ended ones included
+    laps: LapsCounters | None = None  # None: LAPS is off
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -128,6 +153,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw
     step_seconds: float = 0.0  # 0: no step ended in this turn
     logprobs: dict[str, TokenLogprob] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    long: list[str] = []  # requests that came as long prompts, of those that have their first token now
 
 
 class State(Call, frozen=True, tag=True, array_like=True):

@@ -70,5 +70,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob | None] | None = None  # parallel to tokens
     # slot -> logprobs of the prompt tokens that follow the chunk's logits
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-    eager: EagerReason | None = "disabled"  # None: a graph was replayed
+    graph: str | None = None  # the kind of the graph that was replayed; None: the step ran without one
+    eager: EagerReason | None = "disabled"  # why; None: a graph was replayed
     padded_tokens: int = 0

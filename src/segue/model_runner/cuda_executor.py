@@ -88,7 +88,7 @@ class CUDAExecutor(StepExecutor):
             self._checked_logits = torch.zeros((max_rows, model.shard.vocab_size), device=weight.device)
         self._checked_hidden = self._sampled_hidden if self.self_check else None
         self._pool = torch.cuda.graph_pool_handle()
-        self._capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
+        self.capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
         self._graphs: dict[str, Graphs[Any]] = {}
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
@@ -159,7 +159,7 @@ class CUDAExecutor(StepExecutor):
         """
         left_out = {name: graphs.capture(has_room) for name, graphs in self._graphs.items()}
         captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
-        self._capture_sizes = CaptureSizes(
+        self.capture_sizes = CaptureSizes(
             sampling_modes=self._captured_modes,
             decode=captured["decode"],
             forward=captured["forward"],
@@ -178,7 +178,7 @@ class CUDAExecutor(StepExecutor):
         started = time.monotonic()
         arrays = self.state.apply(plan)
         ring_index, count = plan.step % RING, sum(plan.samples)
-        route = choose_route(plan, self._capture_sizes)
+        route = choose_route(plan, self.capture_sizes)
         runs: list[PromptRun] = []
         hidden = self._sampled_hidden
         if route.kind == "eager":
@@ -194,8 +194,16 @@ class CUDAExecutor(StepExecutor):
             if route.kind != "decode" and count:
                 self._sample_after_forward(count)
             sampled = self._from_ring(arrays, ring_index)
-        padded = route.tokens - plan.num_tokens
-        return self._result(arrays, started, sampled, hidden, runs, eager=route.reason, padded_tokens=padded)
+        return self._result(
+            arrays,
+            started,
+            sampled,
+            hidden,
+            runs,
+            graph=None if route.kind == "eager" else route.kind,
+            eager=route.reason,
+            padded_tokens=route.tokens - plan.num_tokens,
+        )
 
     def _replay(self, arrays: PlanArrays, ring_index: int, route: Route) -> None:
         """Load the inputs of a step and replay its graph."""
@@ -230,7 +238,7 @@ class CUDAExecutor(StepExecutor):
 
     def _sample_after_forward(self, count: int) -> None:
         """Sample the first `count` rows of `_sampled_hidden`, with a graph if one is large enough."""
-        bucket = find_bucket(self._capture_sizes.sampling, count)
+        bucket = find_bucket(self.capture_sizes.sampling, count)
         if bucket is None:
             self._run_sampling(count)
         else:

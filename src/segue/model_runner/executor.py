@@ -109,6 +109,7 @@ class DeviceStepResult:
     logprob_indices: Sequence[int] = ()  # indices into `next_tokens_host`
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # slot -> parts, in order
     finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
+    graph: str | None = None  # the kind of the graph that was replayed
     eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
     padded_tokens: int = 0
 
@@ -135,6 +136,7 @@ class DeviceStepResult:
                 slot: [message for part in parts for message in part.messages() if message is not None]
                 for slot, parts in self.prompt_logprobs.items()
             },
+            graph=self.graph,
             eager=self.eager,
             padded_tokens=self.padded_tokens,
         )
@@ -203,6 +205,7 @@ class StepExecutor:
         hidden: Tensor,
         runs: list[PromptRun],
         *,
+        graph: str | None = None,
         eager: EagerReason | None = "disabled",
         padded_tokens: int = 0,
     ) -> DeviceStepResult:
@@ -224,6 +227,7 @@ class StepExecutor:
             },
             copy_done=None if on_cpu else torch.Event(device),
             finished=time.monotonic() if on_cpu else 0.0,
+            graph=graph,
             eager=eager,
             padded_tokens=padded_tokens,
         )

@@ -11,7 +11,9 @@ from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, TensorParallelError
 from segue.kvcache.pool import KVShape
+from segue.laps.limits import laps_limits
 from segue.logs import logger
+from segue.messages.control import LapsLimits
 from segue.models.config import ModelConfig
 from segue.models.sharding import Shard
 
@@ -27,6 +29,7 @@ class ResolvedConfig:
     chunked_prefill_size: int
     deterministic: bool  # the results of a row do not depend on the rest of its batch
     max_len: int  # tokens per sequence that the model or --max-model-len allows
+    laps: LapsLimits | None  # None: LAPS is off
 
     @property
     def max_step_tokens(self) -> int:
@@ -82,6 +85,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
         chunked_prefill_size=min(chunk, max_running * max_len),
         deterministic=config.deterministic,
         max_len=max_len,
+        laps=laps_limits(config, on_cpu=on_cpu),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from msgspec import structs
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape, PagedBackend
@@ -185,6 +186,7 @@ class Startup:
             max_seq_len=budget.max_seq_len,
             max_running_requests=resolved.max_running_requests,
             chunked_prefill_size=resolved.chunked_prefill_size,
+            laps=resolved.laps,
         )
         return 0, (
             f"{budget.num_pages} pages of {resolved.page_size} tokens, set by {budget.limited_by}; "
@@ -264,6 +266,7 @@ class Startup:
         if self._captures:
             grid.register(executor, sizes)
             num_bytes = self._capture(executor)
+            self.limits = structs.replace(self.limits, step_sizes=list(executor.capture_sizes.forward))
         if executor.num_graphs:
             return num_bytes, f"{executor.num_graphs} graphs"
         self._warn_without_graphs()

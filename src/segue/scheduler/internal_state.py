@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from segue.scheduler.pause import PauseState
 from segue.scheduler.request import PREFILL
 
@@ -40,9 +42,11 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "forward_ct_decode": s.num_decode_steps,
         "num_steps": s.totals.num_steps,
         "num_preemptions": s.totals.num_preemptions,
-        "graph_hit": s.totals.graph_hits,
+        "graph_hit": sum(s.totals.graph_hits.values()),
+        "graph_hit_by_kind": s.totals.graph_hits,
         "eager": s.totals.eager_steps,
         "padded_tokens": s.totals.padded_tokens,
+        "laps": None if s.totals.laps is None else structs.asdict(s.totals.laps),
         "new_token_ratio": ratio.value,
         "init_new_token_ratio": ratio.initial,
         "weight_version": s.weight_version,

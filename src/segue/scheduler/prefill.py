@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, get_args
 
 from segue.kvcache.prefix_cache import Node
+from segue.laps.classes import PromptClass
+from segue.laps.cost import CostModel, StepWork
+from segue.laps.pick import LapsPolicy, PrefillChoice, PrefillPolicy, PrefillView
+from segue.messages.control import EngineLimits, LapsCounters
 from segue.messages.requests import pack_ids
 from segue.messages.steps import NewSlot
 from segue.scheduler.request import PREFILL, WAITING, Request, Step
@@ -19,42 +23,45 @@ from segue.sizes import ceil_div
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
 
+HEAD_STEPS = 8  # between two looks into the prefix cache for the same prompt, which cost some microseconds
 CLIP_MAX_NEW_TOKENS = 4096  # a client that leaves max_tokens open must not reserve the whole context
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillView:
-    """The prefill work that a policy may choose from."""
-
-    started: Sequence[Request]  # admitted, with known tokens that have no KV yet, in the order of admission
-    waiting: Sequence[Request]  # not admitted, in the order of the queue
-    num_slots: int  # waiting requests that the step may admit
-    budget: int  # tokens that the step may compute
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
-    """The prefill work of one step."""
-
-    requests: Sequence[Request]  # in this order; the first that cannot be admitted ends the step
-    budget: int  # tokens of all of them together
-    wake_at: float | None = None  # when to ask again although nothing has arrived; None: never
-
-
-class PrefillPolicy(Protocol):
-    """Decides the order of prefill work."""
-
-    def pick(self, view: PrefillView, now: float) -> PrefillChoice:
-        """Choose a step's prefill work. A policy that holds all work back must set ``wake_at``."""
-        ...
-
-
 class FirstCome:
-    """Started prompts first, then waiting requests in the order of the queue."""
+    """Started prompts first, then waiting requests in the order of the queue, as many as fit."""
 
-    def pick(self, view: PrefillView, now: float) -> PrefillChoice:
+    def classify(self, tokens: int, history: int) -> PromptClass:
+        """Returns one class for all."""
+        return "short"
+
+    def pick(self, view: PrefillView[Request], now: float) -> PrefillChoice[Request]:
         """Choose as much as fits."""
-        return PrefillChoice([*view.started, *islice(view.waiting, view.num_slots)], view.budget)
+        prompts = [*view.started, *islice(view.short, view.num_slots)]
+        return PrefillChoice(prompts=prompts, budget=view.budget)
+
+    def expects_short(self, seconds: float, now: float) -> bool:
+        """Returns False: no prompt goes before others."""
+        return False
+
+    def arrived(self, prompt: Request, now: float) -> None:
+        """Nothing depends on it."""
+
+    def planned(self, work: StepWork, long: StepWork, *, long_waits: bool) -> None:
+        """Nothing depends on it."""
+
+    def ended(self, work: StepWork, seconds: float, now: float) -> None:
+        """Nothing depends on it."""
+
+    def report(self, waiting: dict[str, int]) -> LapsCounters | None:
+        """Returns None: there are no classes."""
+        return None
+
+
+def make_policy(limits: EngineLimits, cost: CostModel) -> PrefillPolicy[Request]:
+    """Returns the policy that an engine's limits ask for."""
+    if limits.laps is None:
+        return FirstCome()
+    return LapsPolicy(limits.laps, cost, limits.page_size, limits.step_sizes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,9 +90,20 @@ class NewTokenRatio:
 class PrefillPlanner:
     """Fills steps with prefill chunks, and admits waiting requests."""
 
-    def __init__(self, scheduler: Scheduler, policy: PrefillPolicy) -> None:
+    def __init__(self, scheduler: Scheduler, policy: PrefillPolicy[Request]) -> None:
         self._scheduler = scheduler
-        self._policy = policy
+        self.policy = policy
+        # The long prompt that would be next when one was last classified anew, and when that was.
+        self._head: tuple[str, int] = "", 0
+
+    def classify(self, request: Request) -> None:
+        """Set the class of a request that is to wait, by the tokens that the prefix cache does not have."""
+        request.expected_hit = 0
+        request.prompt_class = self.policy.classify(request.remaining, 0)
+        if request.prompt_class == "long":  # only then does it pay to look
+            num_pages = sum(1 for _ in self._match(request).path())
+            request.expected_hit = num_pages * self._scheduler.limits.page_size
+            request.prompt_class = self.policy.classify(request.remaining, request.expected_hit)
 
     def fill(self, step: Step, now: float, *, admit: bool) -> float | None:
         """Add prefill chunks to a step; returns when to plan again if the policy holds work back.
@@ -95,24 +113,59 @@ class PrefillPlanner:
         of the same step can therefore read these pages, so equal prompts sent together are computed once.
         """
         s = self._scheduler
-        # During a pause of mode "wait" only requests that have begun may start again.
-        waiting = s.waiting if s.control.admits else [request for request in s.waiting if request.has_begun]
-        view = PrefillView(
-            started=[request for request in s.running.values() if request.phase is PREFILL],
-            waiting=waiting if admit else (),
-            num_slots=len(s.resources.free_slots),
-            budget=s.limits.chunked_prefill_size,
-        )
-        if not (view.started or view.waiting):
+        self._classify_head()
+        started = [request for request in s.running.values() if request.phase is PREFILL]
+        for request in started:  # the end of a long prompt is short
+            request.prompt_class = self.policy.classify(request.remaining, request.launched)
+        short, long = (self._waiting(name) for name in get_args(PromptClass))
+        num_slots = len(s.resources.free_slots) if admit else 0
+        if not (started or (num_slots and (short or long))):
             return None
-        choice = self._policy.pick(view, now)
+        view = PrefillView(
+            started=started,
+            short=short,
+            long=long,
+            num_slots=num_slots,
+            budget=s.limits.chunked_prefill_size,
+            beside=step.work,
+            is_idle=len(s.in_flight) == 1 and not step.work.tokens,  # the one is this step
+        )
+        choice = self.policy.pick(view, now)
         budget = choice.budget
-        for request in tuple(choice.requests):  # a policy may return the queue itself, which changes here
-            if budget <= 0 or (request.phase is WAITING and not self._admit(request, step)):
+        for request in tuple(choice.prompts):  # a policy may return the queue itself, which changes here
+            room = choice.room
+            if budget <= 0 or (room is not None and room(request, step.work) == 0):
                 break
-            budget -= step.prefill(request, budget)
-            s.insert_pages(request, request.launched)
+            if request.phase is WAITING:
+                if not (admit and self._admit(request, step)):
+                    admit = False  # those that have started may go on
+                    continue
+                request.prompt_class = self.policy.classify(request.remaining, request.launched)
+            count = budget if room is None else min(budget, room(request, step.work))
+            if count > 0:  # else it found less in the cache than was expected: it has to wait for its turn
+                budget -= step.prefill(request, count)
+                s.insert_pages(request, request.launched)
+        long_waits = bool(long) or any(request.prompt_class == "long" for request in started)
+        self.policy.planned(step.work, step.long_work, long_waits=long_waits)
         return choice.wake_at
+
+    def _waiting(self, prompt_class: PromptClass) -> Sequence[Request]:
+        """Returns the waiting requests of a class that may be admitted.
+
+        During a pause of mode ``wait`` only requests that have begun may start again.
+        """
+        waiting = self._scheduler.waiting.of(prompt_class)
+        return waiting if self._scheduler.control.admits else [r for r in waiting if r.has_begun]
+
+    def _classify_head(self) -> None:
+        """Classify the first long prompt anew, from time to time: others may have computed its prefix."""
+        long = self._scheduler.waiting.of("long")
+        head = (long[0].rid, self._scheduler.totals.num_steps // HEAD_STEPS) if long else self._head
+        if head != self._head:
+            request, self._head = long[0], head
+            self._scheduler.waiting.remove(request)
+            self.classify(request)
+            self._scheduler.waiting.add(request)
 
     def _admit(self, request: Request, step: Step) -> bool:
         """Give a request a slot and pages for all its known tokens, and add them to the step's plan.

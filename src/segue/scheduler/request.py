@@ -8,6 +8,8 @@ from math import inf
 from typing import get_args
 
 from segue.kvcache.prefix_cache import Node
+from segue.laps.classes import PromptClass
+from segue.laps.cost import NO_WORK, StepWork
 from segue.messages.requests import FinishReason, SamplingMode, SamplingParams
 from segue.messages.steps import StepPlan
 
@@ -62,6 +64,9 @@ class Request:
     outputs_launched: int = field(init=False)  # output tokens known, or sampled by a step in flight
     versions: list[tuple[str, int, int]] = field(default_factory=list)  # (weight version, start, end)
     prompt_logprobs_next: int = field(init=False)  # first prompt position still owed; -1: none
+    prompt_class: PromptClass = "short"  # without LAPS all prompts are
+    came_long: bool = False  # whether it was a long one when it arrived, until it has its first token
+    expected_hit: int = 0  # tokens that the prefix cache had when it was last classified while it waited
     cached_tokens: int = -1  # prompt tokens that its first admission found cached; -1: not admitted
 
     slot: int = -1
@@ -82,6 +87,16 @@ class Request:
     def queue_key(self) -> tuple[int, float, int]:
         """The place in the waiting queue: the highest priority, then the earliest deadline, then arrival."""
         return (-self.priority, self.deadline, self.arrival)
+
+    @property
+    def history(self) -> int:
+        """Known tokens with KV; while it waits, those that are expected to be found in the prefix cache."""
+        return self.expected_hit if self.phase is WAITING else self.launched
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens without KV."""
+        return len(self.tokens) - self.history
 
     @property
     def num_outputs(self) -> int:
@@ -146,8 +161,11 @@ class Step:
 
     plan: StepPlan  # the message to the model runners; nothing changes it once it is sent
     version: str  # name of the weights that the step runs with
+    planned_at: float  # seconds; it is launched at once
     sampling: list[Request] = field(default_factory=list)  # they sample a token, in the order of the result
     prompt_logprobs: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of them)
+    work: StepWork = NO_WORK  # what it computes
+    long_work: StepWork = NO_WORK  # its part for long prompts
 
     def decode(self, requests: list[Request]) -> None:
         """Add the decode part, one token per request, before any prefill: decode sequences come first.
@@ -159,6 +177,7 @@ class Step:
         plan.num_decode = count
         plan.slots = [r.slot for r in requests]
         plan.starts = [r.launched for r in requests]
+        self.work = StepWork(decode_rows=count, decode_kv=sum(plan.starts))
         plan.lens, plan.num_logits, plan.samples = [1] * count, [1] * count, [True] * count
         self.sampling = requests
         for request in requests:
@@ -173,6 +192,7 @@ class Step:
         """
         plan, start = self.plan, request.launched
         count = min(budget, len(request.tokens) - start)
+        assert count > 0, f"request {request.rid}: a chunk of {count} tokens"
         last = start + count == len(request.tokens)
         num_logits = int(last)
         if request.owes_prompt_logprobs:
@@ -185,6 +205,9 @@ class Step:
                 request.prompt_logprobs_next = end + 1
                 self.prompt_logprobs.append((request, end - first))
                 self._sample_with("full")
+        self.work = self.work.plus(count, start)
+        if request.prompt_class == "long":
+            self.long_work = self.long_work.plus(count, start)
         plan.slots.append(request.slot)
         plan.starts.append(start)
         plan.lens.append(count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import get_args
 
@@ -13,13 +13,15 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.frontend.stats import Histogram
+from segue.frontend.stats import Histogram, Stats
 from segue.launch.runtime import Runtime
-from segue.messages.control import PauseMode
+from segue.messages.control import LapsCounters, PauseMode
 from segue.messages.steps import EagerReason
 from segue.server.access import Access, Routes
 
 LABEL = "model_name"
+GRAPH_KINDS = ("decode", "forward", "prefill", "grid")
+_Make = Callable[..., Metric]
 
 routes = Routes(Access.METRICS, "Health")
 
@@ -67,7 +69,8 @@ class EngineCollector(Collector):
         yield counter("prompt_tokens", text, stats.prompt_tokens)
         yield counter("generation_tokens", "Output tokens.", now.output_tokens)
         yield counter("engine_steps", "Steps planned.", now.num_steps)
-        yield counter("graph_hit", "Steps that replayed a CUDA graph.", now.graph_hits)
+        graphs = dict.fromkeys(GRAPH_KINDS, 0) | now.graph_hits
+        yield counter("graph_hit", "Steps that replayed a CUDA graph, by kind.", graphs, "kind")
         yield counter("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens)
         text = "Requests that ended because their logits were NaN or infinite."
         yield counter("non_finite_logits", text, now.non_finite_logits)
@@ -105,6 +108,24 @@ class EngineCollector(Collector):
         yield histogram("e2e_request_latency_seconds", "Seconds from a request to its end.", stats.request)
         text = "Seconds from a step's launch to its tokens on the host."
         yield histogram("step_time_seconds", text, stats.step)
+        if now.laps is not None:
+            yield from _laps_metrics(now.laps, stats, gauge, counter, histogram)
+
+
+def _laps_metrics(
+    laps: LapsCounters, stats: Stats, gauge: _Make, counter: _Make, histogram: _Make
+) -> Iterator[Metric]:
+    """Yields the metrics of length-aware prefill scheduling."""
+    yield gauge("laps_requests_waiting", "Waiting requests, by class.", laps.waiting, "class")
+    yield counter("laps_picks", "Decisions on the prefill work of a step, by reason.", laps.picks, "reason")
+    yield counter("laps_chunks", "Steps with chunks of long prompts.", laps.chunks)
+    yield counter("laps_chunk_tokens", "Tokens of chunks of long prompts.", laps.chunk_tokens)
+    yield counter("laps_window_seconds", "Seconds that short prompts waited for others.", laps.window_s)
+    errors = {"0.5": laps.error_p50, "0.9": laps.error_p90}
+    text = "Relative error of the predicted time of steps, by quantile."
+    yield gauge("laps_cost_error", text, errors, "quantile")
+    text = "Seconds from a request to its first token, by class."
+    yield histogram("laps_time_to_first_token_seconds", text, stats.first_token_of, "class")
 
 
 def _metric(
@@ -125,8 +146,19 @@ def _metric(
     return metric
 
 
-def _histogram(model: str, name: str, text: str, histogram: Histogram) -> Metric:
-    """Returns a metric of a histogram's counts by upper bound, and of the sum of its values."""
-    metric = HistogramMetricFamily(f"segue:{name}", text, labels=[LABEL])
-    metric.add_metric([model], histogram.cumulative(), histogram.total)
+def _histogram(
+    model: str,
+    name: str,
+    text: str,
+    histograms: Histogram | Mapping[str, Histogram],
+    label: str | None = None,
+) -> Metric:
+    """Returns a metric of a histogram's counts by upper bound, and of the sum of its values.
+
+    With ``label`` there is one histogram per value of that label.
+    """
+    metric = HistogramMetricFamily(f"segue:{name}", text, labels=[LABEL] if label is None else [LABEL, label])
+    by_value = histograms.items() if isinstance(histograms, Mapping) else [(None, histograms)]
+    for value, each in by_value:
+        metric.add_metric([model, *([] if value is None else [value])], each.cumulative(), each.total)
     return metric

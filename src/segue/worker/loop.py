@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,22 +46,8 @@ if TYPE_CHECKING:  # both need torch, which these loops do not
     from segue.weight_update.rank import WeightUpdater
 
 
-# A step that is expected to take LONG_S or more is "long": the next step is launched only LEAD_S before its
-# expected end. For shorter steps that would cost too much, since the device waits for the host whenever the
-# end is predicted a little late (measured: 5 % of the throughput of prefill at 18 ms per step).
-LEAD_S, LONG_S = 0.003, 0.05
-_MANY_TOKENS = 512  # only steps of at least so many tokens have a predicted duration
 OVERLAP_DEPTH = 2  # steps in flight, with overlap: a step is launched before the last one's result is read
 MAX_POLL_S = 3600.0  # the socket takes milliseconds as an integer; a client may give any number of seconds
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step in flight."""
-
-    pending: ForwardOutput
-    num_tokens: int
-    at: float  # the time of its launch, in seconds of the monotonic clock
 
 
 @dataclass(eq=False)
@@ -97,7 +82,6 @@ class SchedulerLoop:
         self._decode = msgspec.msgpack.Decoder(FrontendMessage).decode
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.monotonic())
-        self._speed = StepSpeed()
         self._warned_of_non_finite = False
         self._running = True
 
@@ -107,7 +91,7 @@ class SchedulerLoop:
         Each turn takes the messages, launches a step, and only then reads the oldest result, if no further
         step can be launched before: with overlap the device computes while the host plans and replies.
         """
-        in_flight: deque[Launched] = deque()
+        in_flight: deque[ForwardOutput] = deque()
         idle = True  # whether nothing is in flight or can be launched before a message or a deadline comes
         depth = OVERLAP_DEPTH if self.overlap else 1
         while self._running:
@@ -122,17 +106,15 @@ class SchedulerLoop:
             if in_flight and (plan is None or len(in_flight) == depth):
                 self._apply(in_flight.popleft())
 
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _launch(self, plan: StepPlan) -> ForwardOutput:
         """Send a plan to the other ranks and launch it on this one, without waiting for the device."""
-        now = time.monotonic()
         self._send_to_followers(plan)
-        return Launched(self.runner.forward_batch(plan), plan.num_tokens, now)
+        return self.runner.forward_batch(plan)
 
-    def _apply(self, launched: Launched) -> None:
+    def _apply(self, launched: ForwardOutput) -> None:
         """Wait for a step's result, and send the tokens and ends that the scheduler makes of it."""
-        result = launched.pending.result()
-        self._speed.note(launched, time.monotonic())
-        output = self.scheduler.apply(result)
+        result = launched.result()
+        output = self.scheduler.apply(result, time.monotonic())
         if output.counters.non_finite_logits and not self._warned_of_non_finite:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
@@ -152,18 +134,11 @@ class SchedulerLoop:
             self.scheduler.weight_version,
         )
 
-    def _wait_for_turn(self, before: Launched) -> None:
-        """Handle messages until shortly before the expected end of a long step.
-
-        A launched step cannot be cancelled: if the next step were launched earlier, a pause or a new request
-        would have to wait for it too.
-        """
-        begin, seconds = self._speed.predict(before)
-        if seconds < LONG_S:
-            return
-        until = begin + seconds - LEAD_S
+    def _wait_for_turn(self, before: ForwardOutput) -> None:
+        """Handle messages until the scheduler wants the step behind ``before`` to be launched."""
+        until = self.scheduler.launch_at(time.monotonic())
         while self._running and time.monotonic() < until and self.scheduler.has_work:
-            if before.pending.ready():
+            if before.ready():
                 return
             if self._poller.poll(1):  # waits 1 ms at most
                 self._receive(block=False)
@@ -313,38 +288,6 @@ class SchedulerLoop:
         }
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
-
-
-class StepSpeed:
-    """Predicts how long a step of many tokens takes, from earlier steps of about as many tokens."""
-
-    _REMEMBERED = 5
-
-    def __init__(self) -> None:
-        self._last_end = 0.0
-        self._per_token: dict[int, deque[float]] = {}  # bit length of a step's tokens -> seconds per token
-
-    def note(self, launched: Launched, end: float) -> None:
-        """Learn from a step whose result was read at ``end``; call it for every step, in launch order."""
-        if launched.num_tokens >= _MANY_TOKENS:
-            took = end - self._begin(launched)
-            magnitude = launched.num_tokens.bit_length()
-            seen = self._per_token.setdefault(magnitude, deque(maxlen=self._REMEMBERED))
-            seen.append(took / launched.num_tokens)
-        self._last_end = end
-
-    def predict(self, launched: Launched) -> tuple[float, float]:
-        """Returns when ``launched`` began, and its expected seconds; 0 if unknown.
-
-        It is the oldest step in flight: it begins at its launch, or when the last noted step ends, if later.
-        The median is used, so that one step that waited for a kernel to be compiled, and the step after it,
-        do not count.
-        """
-        seen = self._per_token.get(launched.num_tokens.bit_length())
-        return self._begin(launched), launched.num_tokens * median(seen) if seen else 0.0
-
-    def _begin(self, launched: Launched) -> float:
-        return max(launched.at, self._last_end)
 
 
 def follow(
