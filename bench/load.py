@@ -66,9 +66,10 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Short prompts, and among them long ones, without common prefixes.
+    """Short prompts, and among them long ones.
 
-    The default is that of `bench.laps`: chats beside documents.
+    The default is that of `bench.laps`: chats beside documents, without common prefixes. With `prefixes`, one
+    of them, each as likely as the others, comes before the tokens that are drawn.
     """
 
     long_share: float = 0.05
@@ -76,6 +77,7 @@ class Mixture:
     long: LogNormal = LogNormal(median=6000, sigma=0.6, least=2000, most=16_000)
     output: tuple[int, int] = (1, 1)
     max_id: int = 10_000  # the largest token id
+    prefixes: Sequence[Sequence[int]] = ()  # token ids
 
     def draw(self, rng: random.Random) -> tuple[int, int, str]:
         """Draw one request: the lengths of prompt and output, and the class."""
@@ -86,7 +88,8 @@ class Mixture:
     def job(self, rng: random.Random, due: float = 0.0) -> Job:
         """Draw one request."""
         length, max_tokens, label = self.draw(rng)
-        prompt = [rng.randint(0, self.max_id) for _ in range(length)]
+        prefix = rng.choice(self.prefixes) if self.prefixes else ()
+        prompt = [*prefix, *(rng.randint(0, self.max_id) for _ in range(length))]
         return Job(prompt=prompt, max_tokens=max_tokens, due=due, label=label)
 
     @property

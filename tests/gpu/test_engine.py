@@ -49,3 +49,28 @@ def test_a_seed_gives_the_same_draws_alone_and_in_a_batch(tmp_path):
         together = engine.generate(input_ids=batch, sampling_params=params)
     assert alone["output_ids"] == together[0]["output_ids"]
     assert alone["output_ids"] != together[1]["output_ids"]
+
+
+def test_server_info_has_what_capturing_the_graphs_of_each_kind_took(tmp_path):
+    tiny.save_llama(tmp_path)
+    options = making.options(tmp_path, device="cuda", page_size=16)
+    with segue.Engine(**options, embedded=True) as engine:
+        decided = engine.get_server_info()["decided"]
+    costs = decided["graphs"]
+    assert set(costs) == {"decode", "forward", "prefill", "sampling"}
+    assert all(cost["num_graphs"] > 0 and cost["seconds"] > 0 for cost in costs.values())
+    assert sum(cost["num_bytes"] for cost in costs.values()) > 0
+    [step] = [step for step in decided["init_steps"] if step["name"] == "CUDA graphs"]
+    assert all(f"{kind} {cost['num_graphs']} in " in step["detail"] for kind, cost in costs.items())
+
+
+def test_steps_that_are_timed_at_start_leave_no_trace(tmp_path):
+    model = tiny.save_llama(tmp_path)
+    options = making.options(tmp_path, device="cuda", page_size=16, enable_laps_scheduler=True)
+    prompts = [making.prompt(length, seed=length) for length in (3, 40, 200)]
+    with segue.Engine(**options, embedded=True) as engine:
+        last = engine.get_server_info()["decided"]["init_steps"][-1]
+        assert last["name"] == "step times" and "prompt tokens: 1 in " in last["detail"]
+        replies = engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 20})
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == tiny.reference(model, prompt, 20)

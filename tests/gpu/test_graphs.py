@@ -224,6 +224,17 @@ def test_a_replay_copies_its_inputs_in_one_copy_and_never_waits(make, options):
         assert not any("DtoH" in copy for copy in copies), (name, copies)
 
 
+def test_what_the_graphs_of_each_kind_have_cost_is_known(make):
+    runner = make(dtype="bfloat16", chunked_prefill_size=2048, **GRID)
+    costs = runner.graph_costs
+    assert set(costs) == {"decode", "sampling", "forward", "prefill", "grid"}
+    assert sum(cost.num_graphs for cost in costs.values()) == executor_of(runner).num_graphs
+    assert all(cost.num_graphs > 0 and cost.seconds > 0 for cost in costs.values())
+    # The kinds share a pool, so a small kind may find all the memory that it needs there.
+    assert costs["forward"].num_bytes > 0
+    assert 0 < sum(cost.num_bytes for cost in costs.values()) < GRAPH_RESERVE
+
+
 def test_graphs_take_less_than_the_reserve(make):
     # The model is tiny; bench/start_time measures what the graphs of real models take.
     free = torch.cuda.mem_get_info()[0]
@@ -239,7 +250,7 @@ def test_sizes_that_do_not_fit_the_reserve_are_left_out_with_a_warning_and_run_e
     caplog.set_level("WARNING", logger.name)
     free = itertools.count(80 << 30, -1 << 20)  # every call returns 1 MiB less
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 << 30))
-    monkeypatch.setattr(startup, "GRAPH_RESERVE", 20 << 20)
+    monkeypatch.setattr(startup, "GRAPH_RESERVE", 22 << 20)  # one call per graph, and one per kind
     runner = make(dtype="float32")
     assert executor_of(runner).num_graphs == 19  # 8 for decode, 8 for sampling, 3 forward
     assert "19 CUDA graphs took" in caplog.text

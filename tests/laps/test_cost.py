@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from segue.laps.cost import Coefficients, CostModel, StepWork, seconds_of, tokens_within
+from segue.laps.cost import Coefficients, CostModel, StepWork, prompt_seconds, seconds_of, tokens_within
 
 TRUTH = Coefficients(floor=0.005, start=0.001, per_token=2e-5, per_pair=2e-10, per_kv=4e-8)
 SLOWER = Coefficients(*(1.5 * value for value in TRUTH))
@@ -120,7 +120,7 @@ def test_the_first_sample_is_believed_and_nothing_costs_less_with_more_tokens() 
 
 @pytest.mark.parametrize("seconds", [0.004, 0.0051, 0.008, 0.03, 0.5])
 @pytest.mark.parametrize("history", [0, 5000, 100_000])
-@pytest.mark.parametrize("beside", [StepWork(), StepWork(64, 4096, 100, 100_000)])
+@pytest.mark.parametrize("beside", [StepWork(), StepWork(64, 4096, 100, 100_000), StepWork(256, 2e7)])
 def test_tokens_within_is_the_inverse(seconds: float, history: int, beside: StepWork) -> None:
     tokens = int(tokens_within(TRUTH, seconds, history, beside))
     if tokens:
@@ -132,8 +132,30 @@ def test_tokens_within_without_knowledge_is_unbounded() -> None:
     assert tokens_within(Coefficients(), 0.01, 0, StepWork()) == float("inf")
 
 
+@pytest.mark.parametrize("tokens", [1, 100, 300, 5000])
+@pytest.mark.parametrize("history", [0, 64, 10_000])
+def test_a_prompt_alone_takes_as_long_as_a_step_with_only_it(tokens: int, history: int) -> None:
+    expected = seconds_of(TRUTH, StepWork().plus(tokens, history))
+    assert prompt_seconds(TRUTH, tokens, history) == pytest.approx(expected)
+
+
 def test_errors_of_predictions_are_reported() -> None:
     rng, model = random.Random(3), CostModel()
     assert model.error_p50 == model.error_p90 == 0
     learned(model, TRUTH, 400, rng, noise=0.1)
     assert 0.02 < model.error_p50 < model.error_p90 < 0.4 and model.error_p50 < 0.15
+
+
+def test_tokens_within_is_bounded_before_it_is_known_what_attention_costs() -> None:
+    known = Coefficients(floor=0.005, start=0.001, per_token=2e-5)
+    assert tokens_within(known, 0.021, 8192, StepWork()) == pytest.approx(1000)
+
+
+def test_there_is_no_time_for_tokens_if_the_shortest_step_takes_longer() -> None:
+    assert tokens_within(Coefficients(floor=0.005), 0.004, 0, StepWork()) == 0
+    assert tokens_within(TRUTH, 0.01, 0, StepWork(decode_rows=8, decode_kv=200_000)) == 0
+
+
+def test_rows_that_decode_count_as_tokens() -> None:
+    work = StepWork(decode_rows=1000).plus(1000, 0)
+    assert seconds_of(Coefficients(per_token=1e-5), work) == pytest.approx(0.02)

@@ -39,7 +39,7 @@ class Laps(LapsPolicy[Prompt]):
 
     def __init__(self, *, busy: bool = False, sizes: list[int] | None = None, **limits: float) -> None:
         model = CostModel()
-        model._coefficients = DEVICE
+        model._coefficients, model.largest = DEVICE, BUDGET
         super().__init__(
             LapsLimits(**{name: getattr(LIMITS, name) for name in LIMITS.__struct_fields__} | limits),
             model, 64, sizes or [],
@@ -185,6 +185,10 @@ def test_a_chunk_is_cut_to_a_captured_size_that_is_near() -> None:
     decode = StepWork(decode_rows=24, decode_kv=2400)
     choice = laps.at(short=[short(40)], long=[long()], beside=decode)
     assert laps.tokens(choice, decode) == [40, 1024 - 64]
+    just = Laps(busy=True, sizes=[256, 1400])  # there is room for 1,376 tokens beside the others
+    just._page_size = 1
+    choice = just.at(short=[short(40)], long=[long()], beside=decode)
+    assert just.tokens(choice, decode) == [40, 1400 - 64]
     far = Laps(busy=True, sizes=[64, 128])
     assert far.tokens(far.at(short=[short(40)], long=[long()]))[1] > 1024
 
@@ -192,8 +196,8 @@ def test_a_chunk_is_cut_to_a_captured_size_that_is_near() -> None:
 def test_a_prediction_is_not_trusted_far_beyond_what_was_seen() -> None:
     laps = Laps()
     laps.earn(1.0)
-    for largest, most in ((100, GROWTH * 100), (1, MIN_CHUNK)):
-        laps._largest = largest
+    for largest, most in ((300, GROWTH * 300), (1, GROWTH * MIN_CHUNK)):
+        laps._cost.largest = largest
         assert most - 63 <= laps.tokens(laps.at(short=[short(added_at=10.0)], long=[long()]))[0] <= most
 
 
@@ -264,16 +268,16 @@ def test_priorities_go_before_what_has_begun() -> None:
 def test_a_long_prompt_is_not_called_short_for_want_of_knowledge() -> None:
     laps = Laps()
     laps._cost._coefficients = Coefficients(floor=0.005)  # after some short steps
-    laps._largest = 100
+    laps._cost.largest = 256
     assert laps.classify(300, 0) == "long"
-    laps._largest = 300
+    laps._cost.largest = 300
     assert laps.classify(300, 0) == "short"
 
 
 @pytest.mark.parametrize("page", [256, 512, 1024])
 def test_chunks_have_tokens_with_pages_of_any_size(page: int) -> None:
     laps = Laps()
-    laps._page_size, laps._largest = page, 1
+    laps._page_size, laps._cost.largest = page, 1
     for history in range(0, 5000, 100):
         [count] = laps.tokens(laps.at(short=[], long=[long(history=history)], budget=200))
         assert count == 200
@@ -285,3 +289,197 @@ def test_one_very_long_step_does_not_count_as_more_than_all_the_time() -> None:
     laps = Laps()
     laps.ended(StepWork().plus(100, 0), 100.0, 10.0)
     assert laps._busy.per_second(10.0) <= 1.0
+
+
+def test_only_a_load_that_keeps_prefill_busy_fills_the_steps_of_short_prompts() -> None:
+    reasons = []
+    for share in (0.7, 0.9):
+        laps = Laps()
+        for number in range(400):  # a step of 20 ms, and a pause
+            laps.ended(StepWork().plus(1000, 0), 0.02, 10 + number * 0.02 / share)
+        laps.at(10 + 400 * 0.02 / share, short=[short(added_at=18.0)], long=[long()])
+        reasons.append([reason for reason, count in laps.picks.items() if count])
+    assert reasons == [["short"], ["filled"]]
+
+
+def test_a_short_prompt_is_likely_if_one_comes_in_ten_chunks() -> None:
+    """The whole step takes 0.17 s, so that is a prompt in 1.7 s."""
+    whole = []
+    for rate in (0.4, 0.8):
+        laps = Laps()
+        laps._arrivals._sum, laps._arrivals._at = rate, 10.0
+        whole.append(sum(laps.tokens(laps.at(long=[long()]))) == BUDGET)
+    assert whole == [True, False]
+
+
+def test_decisions_and_chunks_are_counted() -> None:
+    laps = Laps()
+    laps.at(long=[long()])
+    laps.at(short=[short()], long=[long()])
+    laps.at()
+    work = StepWork().plus(20, 0).plus(600, 0)
+    laps.planned(work, StepWork().plus(600, 0), long_waits=True)
+    laps.planned(StepWork().plus(20, 0), StepWork(), long_waits=True)
+    report = laps.report({"short": 2, "long": 3})
+    assert (report.chunks, report.chunk_tokens, report.waiting) == (1, 600, {"short": 2, "long": 3})
+    assert report.picks == {"short": 1, "long": 1, "share": 0, "filled": 0, "window": 0}
+
+
+# --- what a chunk costs those who wait for long prompts ---
+
+CHUNK = StepWork().plus(1000, 0)
+
+
+def contend(laps: Laps) -> None:
+    """Let prompts of both classes wait for the next step."""
+    laps.at(short=[short(added_at=10.0)], long=[long()])
+
+
+def test_a_chunk_beside_short_prompts_pays_for_what_it_adds() -> None:
+    laps, beside = Laps(), StepWork().plus(200, 4000)
+    laps.earn(0.05)
+    contend(laps)
+    whole = beside.plus(1000, 0)
+    laps.planned(whole, CHUNK, long_waits=False)
+    assert laps.credit_s == pytest.approx(0.05 - seconds_of(DEVICE, whole) + seconds_of(DEVICE, beside))
+
+
+def test_a_chunk_beside_decode_rows_alone_pays_for_the_whole_step() -> None:
+    laps, whole = Laps(), CHUNK._replace(decode_rows=100, decode_kv=200_000)
+    laps.earn(0.05)
+    contend(laps)
+    laps.planned(whole, CHUNK, long_waits=False)
+    assert laps.credit_s == pytest.approx(0.05 - seconds_of(DEVICE, whole))
+
+
+def test_a_chunk_that_short_prompts_wait_for_leaves_a_debt_of_itself_at_most() -> None:
+    laps, debts = Laps(), []
+    laps.earn(0.005)
+    for _ in range(2):
+        contend(laps)
+        laps.planned(CHUNK, CHUNK, long_waits=False)
+        debts.append(laps.credit_s)
+    assert debts == pytest.approx([0.005 - seconds_of(DEVICE, CHUNK), -seconds_of(DEVICE, CHUNK)])
+
+
+@pytest.mark.parametrize("credit", [0.005, -0.01])
+def test_a_chunk_that_nobody_waits_for_neither_makes_nor_pays_a_debt(credit: float) -> None:
+    laps = Laps()
+    laps.earn(credit)
+    laps.at(long=[long()])
+    laps.planned(CHUNK, CHUNK, long_waits=False)
+    assert laps.credit_s == min(credit, 0.0)
+
+
+def test_a_chunk_beside_short_prompts_makes_no_debt() -> None:
+    laps = Laps(busy=True)
+    contend(laps)
+    laps.planned(CHUNK.plus(20, 0), CHUNK, long_waits=False)
+    assert laps.credit_s == 0
+
+
+def test_what_was_earned_limits_the_step_of_a_chunk_that_is_due() -> None:
+    laps = Laps()
+    laps.earn(0.01)
+    choice = laps.at(short=[short(added_at=10.0)], long=[long(300), long()])
+    assert laps.tokens(choice) == [300], "there is no time for 256 tokens of the other one"
+    laps.earn(0.04)
+    taken = laps.tokens(laps.at(short=[short(added_at=10.0)], long=[long()]))
+    assert seconds_of(DEVICE, StepWork().plus(sum(taken), 0)) <= LIMITS.blocking_s
+
+
+def test_what_decode_rows_take_does_not_count_for_a_chunk_that_is_due() -> None:
+    laps, decode = Laps(), StepWork(decode_rows=100, decode_kv=200_000)  # 11 ms
+    laps.earn(0.03)
+    [count] = laps.tokens(laps.at(short=[short(added_at=10.0)], long=[long()], beside=decode), decode)
+    seconds = seconds_of(DEVICE, decode.plus(count, 0))
+    extra = seconds_of(DEVICE, decode) - DEVICE.floor
+    assert LIMITS.blocking_s + extra - 0.003 < seconds <= LIMITS.blocking_s + extra
+
+
+def test_the_rest_of_a_long_prompt_is_due_when_it_is_paid_for() -> None:
+    laps = Laps()
+    laps.earn(0.008)
+    waiting = long(300)  # 7 ms
+    assert laps.at(short=[short(added_at=10.0)], long=[waiting]).prompts == [waiting]
+
+
+def test_the_time_of_the_short_prompt_counts_for_its_deadline() -> None:
+    laps = Laps()
+    laps.earn(1.0)
+    late = short(256, added_at=10 - LIMITS.slo_s + 0.033)  # it takes 6 ms, so 27 ms are left
+    assert laps.at(short=[late], long=[long()]).prompts[0] is late
+
+
+# --- the size of steps ---
+
+
+def test_what_decode_rows_take_beyond_the_floor_does_not_count_for_short_prompts() -> None:
+    laps, decode = Laps(), StepWork(decode_rows=100, decode_kv=200_000)
+    waiting = [short(100) for _ in range(50)]
+    taken = laps.tokens(laps.at(short=waiting, beside=decode), decode)
+    seconds = seconds_of(DEVICE, decode.plus(sum(taken), 0))
+    extra = seconds_of(DEVICE, decode) - DEVICE.floor
+    assert LIMITS.blocking_s + extra - 0.0025 < seconds <= LIMITS.blocking_s + extra
+
+
+def test_the_first_short_prompt_of_a_step_is_taken_whole_however_long_it_takes() -> None:
+    laps = Laps()
+    behind = short(200, history=1_000_000)  # 41 ms
+    assert laps.tokens(laps.at(short=[behind, short()])) == [200]
+
+
+def test_the_rest_of_a_long_prompt_may_be_smaller_than_a_chunk() -> None:
+    laps = Laps(busy=True)
+    waiting = [short(250) for _ in range(5)]
+    *_, rest = laps.tokens(laps.at(short=waiting, long=[long(150)]))
+    assert rest == 150
+
+
+def test_a_chunk_is_not_cut_to_a_captured_size_that_is_far() -> None:
+    laps = Laps(busy=True, sizes=[256, 512])
+    assert laps.tokens(laps.at(short=[short(40)], long=[long()]))[1] > 1024
+
+
+def test_a_chunk_ends_with_a_page_wherever_it_begins() -> None:
+    laps = Laps(busy=True)
+    [_, count] = laps.tokens(laps.at(short=[short(40)], long=[long(history=10)]))
+    assert (10 + count) % 64 == 0
+
+
+def test_short_prompts_that_have_begun_go_on_behind_a_long_one_of_higher_priority() -> None:
+    begun, urgent = short(), long(priority=1)
+    assert Laps().at(started=[begun], long=[urgent]).prompts == [urgent, begun]
+
+
+# --- the window ---
+
+
+def flooded() -> Laps:
+    """Make the policy expect 2,000 short prompts per second."""
+    laps = Laps()
+    for number in range(2000):
+        laps.arrived(short(), 9 + number / 2000)
+    return laps
+
+
+def test_there_is_no_wait_for_others_while_a_prompt_has_begun() -> None:
+    begun = short(added_at=10.0)
+    assert flooded().at(started=[begun], is_idle=True).prompts == [begun]
+
+
+def test_a_long_prompt_ends_a_wait_for_others() -> None:
+    laps, waiting = flooded(), short(added_at=10.0)
+    assert laps.at(short=[waiting], is_idle=True).wake_at is not None
+    assert laps.at(10.002, short=[waiting], long=[long()], is_idle=True).prompts[0] is waiting
+    assert laps.window.waited_s == pytest.approx(0.002)
+
+
+def test_there_is_no_wait_for_others_if_the_first_would_miss_its_deadline_by_it() -> None:
+    """4 ms are left to it, and its own step takes 5."""
+    waiting = short(added_at=10 - LIMITS.slo_s + 0.004)
+    assert flooded().at(short=[waiting], is_idle=True).prompts == [waiting]
+
+
+def test_an_idle_engine_without_prompts_waits_for_none() -> None:
+    assert flooded().at(is_idle=True).wake_at is None

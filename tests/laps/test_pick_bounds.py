@@ -59,7 +59,7 @@ class Watched(Simulation):
         super().__init__(limits=LIMITS, truth=DEVICE, host_s=0.0)
         policy = cast(LapsPolicy[Request], self.scheduler._prefill.policy)
         self.scheduler.cost = policy._cost = KnownCost()
-        policy._largest = CHUNK
+        self.scheduler.cost.largest = CHUNK
         self.waits: dict[str, Wait] = {}
         self.problems: list[str] = []
         self.busy = 0.0  # seconds of all steps with prefill

@@ -81,3 +81,27 @@ def test_a_wait_that_nobody_ends_does_not_count_for_ever() -> None:
     assert window.until(1, now=3600.0, **BUSY) == pytest.approx(3600.005), "a new wait"
     window.stop(4000.0)
     assert window.waited_s == pytest.approx(0.01)
+
+
+def test_a_rate_fades_with_its_own_memory() -> None:
+    rate = Rate(2.0)
+    for number in range(2000):
+        rate.add(number / 100)
+    assert rate.per_second(22.0) == pytest.approx(100 / 2.718, rel=0.02)
+
+
+def test_one_prompt_in_two_of_the_shortest_steps_is_worth_a_wait() -> None:
+    assert Window(0.02).until(1, now=5.0, slack=1.0, rate=100.0, shortest=0.005) == pytest.approx(5.02)
+
+
+def test_a_wait_that_is_ended_a_little_late_is_not_begun_anew() -> None:
+    window = Window(0.005)
+    assert window.until(1, now=5.0, **BUSY) == 5.005
+    assert window.until(1, now=5.0055, **BUSY) is None
+
+
+def test_after_a_wait_for_nobody_the_next_prompt_waits_for_another_one() -> None:
+    window = Window(0.005)
+    window.until(1, now=5.0, **BUSY)
+    assert window.until(1, now=5.005, **BUSY) is None
+    assert window.until(1, now=6.0, **BUSY) == pytest.approx(6.005)

@@ -56,6 +56,7 @@ def run_ranks(directory: Path, size: int, run_dir: Path) -> list[list[list[int]]
 
 
 def _rank(directory: Path, tp: TPInfo, run_dir: Path, queue: Any) -> None:
-    runner = make_runner(directory, tp, run_dir)
+    # With LAPS, because all ranks together time some steps at start.
+    runner = make_runner(directory, tp, run_dir, enable_laps_scheduler=True)
     queue.put((tp.rank, scenario(runner)))
     runner.close()

@@ -20,6 +20,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kvcache.pool import KVPool
 from segue.model_runner import graphs, grid, static_inputs
+from segue.model_runner.step_times import time_steps
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -142,7 +143,7 @@ def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
             sizes = grid.grid_sizes([1, 2, 4], [16, 32, 64], max_len=64, rows=8, tokens=264)
             grid.register(executor, sizes)
         if captures:
-            assert executor.capture(lambda: True) == [] and executor.num_graphs > 20
+            assert executor.capture(lambda: 0, 1) == [] and executor.num_graphs > 20
         return runner
 
     yield make
@@ -167,6 +168,16 @@ def drive(runner: Any, model: Any, **params: Any) -> tuple[list[Any], list[tuple
 def test_captured_steps_give_the_tokens_of_transformers(make: Any, llama: Any, has_grid: bool) -> None:
     _, steps = drive(make(has_grid=has_grid), llama[1])
     assert steps == [(None, 15), (None, 12), (None, 13), (None, 0), (None, 0)]
+
+
+def test_the_steps_that_are_timed_at_start_leave_no_trace(make: Any, llama: Any) -> None:
+    runner = make()
+    times = time_steps(runner._executor, runner.limits, making.VOCAB, lambda mine: [list(mine)])
+    assert {time.work.prompt_tokens for time in times} == {1, 7, 31, 255}
+    assert runner.kv.data.view(len(runner.kv.data), -1).any(dim=1).nonzero().tolist() == [
+        [runner.kv.scratch_page]
+    ]
+    drive(runner, llama[1])
 
 
 def test_prompts_alone_take_the_grid_where_it_is_registered(make: Any) -> None:

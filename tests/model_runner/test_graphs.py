@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import torch
 
+from segue.messages.control import GraphCost
 from segue.messages.steps import StepPlan
-from segue.model_runner import grid
+from segue.model_runner import graphs, grid
 from segue.model_runner.graphs import (
     MAX_PADDING,
     CaptureSizes,
     Graphs,
     Route,
+    capture_kinds,
     choose_route,
+    describe_costs,
     find_bucket,
     max_forward_graph_tokens,
     max_prompts,
@@ -206,3 +209,46 @@ def test_without_room_for_all_the_largest_and_the_smallest_sizes_are_captured(
         assert ran[:1] == captured[-1:]  # the largest is first, because the others fit into its memory
     nothing: Any = Graphs[int]("some", [], ran.append, pool=None, checked=None)
     assert nothing.capture(lambda: True) == nothing.sizes == []
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Capture three kinds of graphs with a device whose memory and clock are counters.
+
+    Each graph takes 10 MiB and a second, the eager run before it included. There is room for five.
+    """
+    device = {"bytes": 0, "seconds": 100.0}
+
+    def capture_end() -> None:
+        device["bytes"] += 10 << 20
+        device["seconds"] += 0.5
+
+    def run(size: int) -> None:
+        device["seconds"] += 0.25
+
+    silent = SimpleNamespace(
+        capture_begin=lambda **options: None, capture_end=capture_end, synchronize=lambda: None
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: silent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: device["seconds"])
+    sizes: dict[str, list[int]] = {"decode": [1, 2], "none": [], "forward": [16, 32, 64, 128], "grid": [16]}
+    kinds: Any = {name: Graphs[int](name, each, run, pool=None, checked=None) for name, each in sizes.items()}
+    costs, left_out = capture_kinds(kinds, lambda: int(device["bytes"]), 50 << 20)
+    return {"costs": costs, "left_out": left_out}
+
+
+def test_each_kind_of_graphs_has_its_own_cost(captured: dict[str, Any]) -> None:
+    assert captured["costs"] == {
+        "decode": GraphCost(num_graphs=2, seconds=2.0, num_bytes=20 << 20),
+        "forward": GraphCost(num_graphs=3, seconds=3.0, num_bytes=30 << 20),
+    }
+
+
+def test_the_sizes_without_room_are_named_by_kind(captured: dict[str, Any]) -> None:
+    assert captured["left_out"] == {"forward": [64], "grid": [16]}
+
+
+def test_the_log_names_what_each_kind_has_cost(captured: dict[str, Any]) -> None:
+    text = "5 graphs: decode 2 in 2.00 s, 20 MiB; forward 3 in 3.00 s, 30 MiB"
+    assert describe_costs(captured["costs"]) == text

@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from segue.memory.budget import GIB, Demand, Reserve, formula_pages
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
-from segue.model_runner.runner import ModelRunner
+from segue.model_runner.runner import NUM_RECENT, ModelRunner
 from segue.model_runner.startup import Startup
 from segue.models.decoder import Decoder
 from tests.model_runner import making, tiny
@@ -397,3 +398,35 @@ def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warning
     demand = made._reserve_for_graphs(given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given) + 1024
     assert re.search(warning, warnings.text)
+
+
+def test_a_step_can_be_awaited_while_it_runs_and_long_after_it_has_ended(planner):
+    runner, sequence = planner.runner, planner.add(making.prompt(5))
+    may_run, has_ended = threading.Event(), threading.Event()
+    runner._stream.submit(may_run.wait)  # the step behind it waits too
+
+    def await_step() -> None:
+        runner.await_step(1)
+        has_ended.set()
+
+    step = planner.launch([(sequence, 5)])
+    waiter = threading.Thread(target=await_step)
+    waiter.start()
+    ended_early = has_ended.wait(0.05)
+    may_run.set()  # before anything can fail: the runner's end waits for its steps
+    assert not ended_early
+    assert has_ended.wait(10) and step.output.ready()
+    waiter.join()
+    step.read()
+    planner.decode([sequence], 2 * NUM_RECENT)
+    assert len(runner._recent) == NUM_RECENT
+    runner.await_step(1)
+
+
+def test_a_step_that_failed_fails_whoever_awaits_it(planner):
+    sequence = planner.add(making.prompt(5))
+    plan = planner.plan([(sequence, 5)])
+    plan.step = 7  # it should be the first one
+    planner.runner.forward_batch(plan)
+    with pytest.raises(PlanError):
+        planner.runner.await_step(7)

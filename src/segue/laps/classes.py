@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from segue.laps.cost import NO_WORK, Coefficients, seconds_of
+from segue.laps.cost import Coefficients, prompt_seconds
 
 PromptClass = Literal["short", "long"]
 HARDLY_LONGER = 1.05
@@ -18,6 +18,5 @@ def classify(tokens: int, history: int, threshold: int, coefficients: Coefficien
     """
     if tokens <= threshold:
         return "short"
-    prompt = NO_WORK.plus(tokens, history)
-    limit = seconds_of(coefficients, NO_WORK.plus(threshold, 0))
-    return "short" if 0 < seconds_of(coefficients, prompt) <= HARDLY_LONGER * limit else "long"
+    limit = HARDLY_LONGER * prompt_seconds(coefficients, threshold, 0)
+    return "short" if 0 < prompt_seconds(coefficients, tokens, history) <= limit else "long"

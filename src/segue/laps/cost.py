@@ -56,6 +56,13 @@ class StepWork(NamedTuple):
 NO_WORK = StepWork()
 
 
+class StepTime(NamedTuple):
+    """How long a step took."""
+
+    work: StepWork
+    seconds: float
+
+
 class Coefficients(NamedTuple):
     """Of the formula above, in seconds."""
 
@@ -77,6 +84,15 @@ def seconds_of(c: Coefficients, work: StepWork) -> float:
     return dense + c.per_pair * work.pairs + c.per_kv * work.decode_kv
 
 
+def prompt_seconds(c: Coefficients, tokens: int, history: int) -> float:
+    """Returns how long ``tokens`` tokens of one prompt take alone, behind ``history`` others.
+
+    It is `seconds_of` for such work, and takes a third of its time: a router asks this of every worker.
+    """
+    dense = max(c.floor, c.start + c.per_token * tokens)
+    return dense + c.per_pair * tokens * (history + tokens / 2)
+
+
 def tokens_within(c: Coefficients, seconds: float, history: int, beside: StepWork) -> float:
     """Returns how many tokens of one prompt, behind ``history`` others, a step can compute in ``seconds``.
 
@@ -84,8 +100,6 @@ def tokens_within(c: Coefficients, seconds: float, history: int, beside: StepWor
     nothing by what is known.
     """
     left = seconds - c.per_pair * beside.pairs - c.per_kv * beside.decode_kv
-    if left < c.floor:
-        return 0.0
     by_tokens = _root(
         c.per_pair / 2, c.per_token + c.per_pair * history, left - c.start - c.per_token * beside.tokens
     )
@@ -106,6 +120,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.error_p50 = self.error_p90 = 0.0  # quantiles of |predicted / measured - 1| of the last samples
+        self.largest = 0  # tokens of the largest step that was learned from
         self._coefficients = Coefficients()
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self._samples: dict[tuple[int, int], deque[Sample]] = {}
@@ -134,6 +149,7 @@ class CostModel:
         if self._coefficients != Coefficients():
             self._errors.append(abs(seconds_of(self._coefficients, work) / seconds - 1))
         self._count += 1
+        self.largest = max(self.largest, work.tokens)
         size = work.tokens.bit_length(), int(work.pairs / work.tokens).bit_length() // 3
         self._samples.setdefault(size, deque(maxlen=PER_SIZE)).append((self._count, work, seconds))
 

@@ -134,13 +134,12 @@ class LapsPolicy(Generic[P]):
         self._chunks = self._chunk_tokens = 0  # of long prompts
         self._is_contended = False  # whether prompts of both classes could be computed in the last step
         self._was_put_off = False  # whether a chunk that was due has given way to a short prompt
-        self._largest = MIN_CHUNK  # tokens of any step so far
 
     # --- what the scheduler tells ---
 
     def classify(self, tokens: int, history: int) -> PromptClass:
         """Returns the class of a prompt with so many tokens to compute, behind so many others."""
-        coefficients = self._cost.coefficients if tokens <= self._largest else Coefficients()
+        coefficients = self._cost.coefficients if tokens <= self._largest_known() else Coefficients()
         return classify(tokens, history, self.limits.threshold, coefficients)
 
     def arrived(self, prompt: P, now: float) -> None:
@@ -173,7 +172,6 @@ class LapsPolicy(Generic[P]):
         if work.prompt_tokens:
             # As if the step's time had been added piece by piece: a long one counts as 100 % at most.
             self._busy.add(now, BUSY_MEMORY_S * (1 - exp(-seconds / BUSY_MEMORY_S)))
-            self._largest = max(self._largest, work.tokens)
 
     def report(self, waiting: dict[str, int]) -> LapsCounters:
         """Returns what the metrics show; ``waiting``: requests of each class."""
@@ -216,7 +214,7 @@ class LapsPolicy(Generic[P]):
 
     def _wait(self, view: PrefillView[P], short: list[P], now: float) -> PrefillChoice[P] | None:
         """Choose nothing, to wait for more short prompts; None: that does not pay, or delays somebody."""
-        if not short or not view.is_idle or view.started or view.long:
+        if not short or not view.is_idle or view.started:
             return None
         floor = self._cost.coefficients.floor
         until = self.window.until(
@@ -244,6 +242,10 @@ class LapsPolicy(Generic[P]):
         A step that is hardly longer than the shortest one would compute hardly anything.
         """
         return max(self.limits.blocking_s, 2 * self._cost.coefficients.floor)
+
+    def _largest_known(self) -> int:
+        """Returns the tokens of a step up to which predictions are trusted."""
+        return max(MIN_CHUNK, self._cost.largest)
 
     def expects_short(self, seconds: float, now: float) -> bool:
         """Whether a short prompt is likely to arrive within so many seconds."""
@@ -276,7 +278,7 @@ class LapsPolicy(Generic[P]):
         tokens = inf
         if seconds < inf:
             tokens = tokens_within(self._cost.coefficients, seconds, prompt.history, beside)
-            tokens = min(tokens, GROWTH * self._largest)
+            tokens = min(tokens, GROWTH * self._largest_known())
         if prompt.prompt_class == "short":
             return prompt.remaining if tokens >= prompt.remaining or not beside.prompt_tokens else 0
         if reason == "short" and beside.prompt_tokens:

@@ -15,6 +15,7 @@ from segue.attention.base import PagedBackend
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
 from segue.memory import backing
+from segue.messages.control import GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
 from segue.model_runner.executor import DeviceStepResult, StepExecutor, free_garbage
@@ -23,6 +24,7 @@ from segue.model_runner.graphs import (
     Graphs,
     Route,
     Size,
+    capture_kinds,
     choose_route,
     find_bucket,
     max_forward_graph_tokens,
@@ -89,6 +91,7 @@ class CUDAExecutor(StepExecutor):
         self._checked_hidden = self._sampled_hidden if self.self_check else None
         self._pool = torch.cuda.graph_pool_handle()
         self.capture_sizes = CaptureSizes(sampling_modes=self._captured_modes)
+        self.graph_costs: dict[str, GraphCost] = {}  # of the captured graphs, by kind
         self._graphs: dict[str, Graphs[Any]] = {}
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
@@ -132,7 +135,7 @@ class CUDAExecutor(StepExecutor):
     @property
     def num_graphs(self) -> int:
         """The number of captured graphs."""
-        return sum(len(graphs.sizes) for graphs in self._graphs.values())
+        return sum(cost.num_graphs for cost in self.graph_costs.values())
 
     @torch.inference_mode()
     def warm_up(self) -> int:
@@ -146,18 +149,19 @@ class CUDAExecutor(StepExecutor):
         return torch.cuda.mem_get_info(self.state.device)[0]
 
     @torch.inference_mode()
-    def capture(self, has_room: Callable[[], bool]) -> list[str]:
+    def capture(self, taken: Callable[[], int], reserve: int) -> list[str]:
         """Capture all graphs; call `warm_up` first.
 
         There is no request yet, and the static inputs are zeros, so keys and values go to the scratch page.
 
         Args:
-            has_room: called before every capture; it must return the same on every rank.
+            taken: returns the bytes that all graphs so far take; it must return the same on every rank.
+            reserve: the bytes that all graphs together may take.
 
         Returns:
             The sizes that are not captured because there is no room, one text per kind.
         """
-        left_out = {name: graphs.capture(has_room) for name, graphs in self._graphs.items()}
+        self.graph_costs, left_out = capture_kinds(self._graphs, taken, reserve)
         captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
         self.capture_sizes = CaptureSizes(
             sampling_modes=self._captured_modes,
@@ -167,7 +171,7 @@ class CUDAExecutor(StepExecutor):
             sampling=captured["sampling"],
             registered=[partial(choose, captured[name]) for name, choose in self._choosers.items()],
         )
-        return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items() if sizes]
+        return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items()]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:

@@ -152,6 +152,12 @@ class ForwardOutput:
         """Whether :meth:`result` would return at once."""
         return self.pending.done() and self.pending.result().is_ready()
 
+    def wait(self) -> None:
+        """Wait until the step has ended, or raise its error."""
+        result = self.pending.result()
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+
     def result(self) -> StepResult:
         """Wait for the step and return its result, or raise the error of the step."""
         return self.pending.result().result()

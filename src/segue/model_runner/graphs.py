@@ -14,14 +14,16 @@ sequence that decodes or samples. A bucket is a size that is captured: a step is
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from segue.messages.control import GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import EagerReason, StepPlan
 
@@ -114,6 +116,45 @@ class Graphs(Generic[Size]):
                 f"from those of the same step run eagerly, by at most {max_error:.3g}; serve with "
                 f"--disable-cuda-graph, and report this"
             )
+
+
+def capture_kinds(
+    kinds: Mapping[str, Graphs[Any]], taken: Callable[[], int], reserve: int
+) -> tuple[dict[str, GraphCost], dict[str, list[Any]]]:
+    """Capture the graphs of each kind, in order, as long as all of them together take less than a reserve.
+
+    Args:
+        kinds: the graphs to capture, by kind.
+        taken: returns the bytes that all graphs so far take; it must return the same on every rank.
+        reserve: bytes of device memory.
+
+    Returns:
+        What each kind has cost, and the sizes of each kind that are not captured because there is no room.
+    """
+    costs: dict[str, GraphCost] = {}
+    left_out: dict[str, list[Any]] = {}
+    before = 0
+    for name, graphs in kinds.items():
+        started = time.monotonic()
+        left = graphs.capture(lambda: taken() < reserve)
+        seconds, after = time.monotonic() - started, taken()
+        if graphs.sizes:
+            costs[name] = GraphCost(
+                num_graphs=len(graphs.sizes), seconds=seconds, num_bytes=max(0, after - before)
+            )
+        if left:
+            left_out[name] = left
+        before = after
+    return costs, left_out
+
+
+def describe_costs(costs: Mapping[str, GraphCost]) -> str:
+    """Return what the graphs have cost, in words for the log of the start."""
+    parts = [
+        f"{kind} {cost.num_graphs} in {cost.seconds:.2f} s, {cost.num_bytes / 2**20:.0f} MiB"
+        for kind, cost in costs.items()
+    ]
+    return f"{sum(cost.num_graphs for cost in costs.values())} graphs: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

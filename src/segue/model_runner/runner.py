@@ -18,6 +18,8 @@ from segue.models import weight_map
 from segue.options import parse_list
 from segue.weight_update.served import ServedWeights
 
+NUM_RECENT = 8  # steps whose ends can be awaited; at most 2 are in flight
+
 
 class ModelRunner:
     """Runs step plans on one rank. Every rank runs the same plans in the same order."""
@@ -52,8 +54,12 @@ class ModelRunner:
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
         self._stream.submit(partial(_run_steps, rest, len(steps), report)).result()
         self._executor = made.executor
+        self._recent: dict[int, ForwardOutput] = {}  # the last NUM_RECENT steps
+        self.kv, self.kv_descriptor = made.kv, made.memory.kv_descriptor
         self.limits = made.limits
-        self.vocab_size = source.config.vocab_size
+        self.graph_costs = made.graph_costs
+        self.step_times = made.step_times
+        self.model_config, self.vocab_size = source.config, source.config.vocab_size
         self.attention_backend = made.selection.name
         self.arena, self.weight_bytes = made.arena, made.arena.num_bytes
         self.kv, self.kv_bytes = made.kv, made.kv.data.nbytes
@@ -64,7 +70,15 @@ class ModelRunner:
         A step may be submitted before the result of the previous one is read: its decode rows read their
         input tokens where the previous step writes them.
         """
-        return ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+        output = ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+        self._recent[plan.step] = output
+        self._recent.pop(plan.step - NUM_RECENT, None)
+        return output
+
+    def await_step(self, step: int) -> None:
+        """Wait until a step that was submitted has ended; raises its error. Any thread may call it."""
+        if (output := self._recent.get(step)) is not None:  # an older one has ended
+            output.wait()
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""

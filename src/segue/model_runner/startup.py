@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -17,8 +17,10 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.groups import all_devices_have_peer_access, connect
 from segue.distributed.info import TPInfo
+from segue.errors import ConfigError
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
+from segue.laps.cost import StepTime
 from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import (
@@ -31,14 +33,16 @@ from segue.memory.budget import (
     gib,
     plan_pages,
 )
-from segue.memory.rank_memory import PrivateMemory, RankMemory
-from segue.messages.control import EngineLimits
+from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
+from segue.messages.control import EngineLimits, GraphCost
 from segue.model_runner import grid
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.executor import StepExecutor, free_garbage
+from segue.model_runner.graphs import describe_costs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
+from segue.model_runner.step_times import describe_times, time_steps
 from segue.models.decoder import build_model
 from segue.models.sharding import shard
 from segue.options import parse_sizes
@@ -63,6 +67,7 @@ class Startup:
     source: ModelSource
     tp: TPInfo
     run_dir: Path  # for the rendezvous of all ranks
+    step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -78,6 +83,7 @@ class Startup:
             ("MoE backend", self._name_experts),
             ("sampler", self._make_sampler),
             ("CUDA graphs", self._make_executor),
+            *([("step times", self._time_steps)] if self.config.enable_laps_scheduler else []),
         ]
 
     def _choose(self) -> Made:
@@ -85,7 +91,13 @@ class Startup:
         config, model, tp = self.config, self.source.config, self.tp
         sizes = shard(model, tp)  # fails before any rank waits for another one
         self.resolved = resolved = resolve_config(config, self.source, tp)
-        self.memory: RankMemory = PrivateMemory(resolved.device)
+        if config.role != "both" and resolved.device.type != "cpu":
+            raise ConfigError(
+                f"--role {config.role} needs --device cpu: KV of GPUs cannot be handed over yet",
+                param="role",
+            )
+        kind = SharedKVMemory if config.role == "decode" else PrivateMemory
+        self.memory: RankMemory = kind(resolved.device)
         self._shape = AttentionShape(
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -225,6 +237,7 @@ class Startup:
     def _make_executor(self) -> Made:
         """Make the executor of steps: on CUDA with captured graphs, if there are any, else eager."""
         config = self.config
+        self.graph_costs: dict[str, GraphCost] = {}
         sizes = grid.resolve_grid(
             config,
             self.resolved,
@@ -244,6 +257,12 @@ class Startup:
             sampler=self._sampler,
         )
         return 0, _EAGER
+
+    def _time_steps(self) -> Made:
+        """Time some steps, for the scheduler's predictions."""
+        vocab_size = self.source.config.vocab_size
+        self.step_times = time_steps(self.executor, self.limits, vocab_size, self._groups.all_gather)
+        return 0, describe_times(self.step_times)
 
     def _make_cuda_executor(self, sizes: list[grid.GridSize]) -> Made:
         """Make the executor for CUDA and capture its graphs; `sizes` are those of the grid, perhaps none."""
@@ -266,9 +285,10 @@ class Startup:
         if self._captures:
             grid.register(executor, sizes)
             num_bytes = self._capture(executor)
+            self.graph_costs = executor.graph_costs
             self.limits = structs.replace(self.limits, step_sizes=list(executor.capture_sizes.forward))
-        if executor.num_graphs:
-            return num_bytes, f"{executor.num_graphs} graphs"
+        if self.graph_costs:
+            return num_bytes, describe_costs(self.graph_costs)
         self._warn_without_graphs()
         return num_bytes, "0 graphs" if self._captures else _EAGER
 
@@ -355,7 +375,7 @@ class Startup:
             used = free - torch.cuda.mem_get_info(self.resolved.device)[0]
             return max(values[0] for values in self._groups.all_gather([used]))
 
-        left_out = executor.capture(lambda: taken() < GRAPH_RESERVE)
+        left_out = executor.capture(taken, GRAPH_RESERVE)
         used = taken()
         if left_out:
             logger.warning(
