@@ -1,12 +1,14 @@
 """Private memory: a filler gets the arena that is returned, when it asks for it."""
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from segue.memory import shared
 from segue.memory.arena import Arena, Layout, TensorSpec
-from segue.memory.rank_memory import Place, PrivateMemory
+from segue.memory.rank_memory import Place, PrivateMemory, SharedKVMemory
 
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(5,), dtype=torch.float32)])
 PLACES: tuple[Place, ...] = ("device", "host")
@@ -49,3 +51,21 @@ def test_kv_memory_is_zero_and_staged_arenas_have_the_layout() -> None:
         arena = memory.stage(LAYOUT, place)
         assert [slab.numel() for slab in arena.slabs] == LAYOUT.sizes
         memory.release(arena, place)
+
+
+def test_shared_kv_memory_is_zero_and_can_be_mapped_by_others() -> None:
+    memory = SharedKVMemory(torch.device("cpu"))
+    kv = memory.take_kv(5000)
+    assert memory.kv_descriptor is not None and kv.shape == (5000,) and not kv.any()
+    other = torch.frombuffer(shared.map_shared(memory.kv_descriptor, 5000), dtype=torch.uint8)
+    other[4999] = 7
+    assert kv[4999] == 7
+    os.close(memory.kv_descriptor)
+
+
+def test_only_the_kv_of_shared_memory_is_shared() -> None:
+    memory = PrivateMemory(torch.device("cpu"))
+    memory.take_kv(100)
+    assert memory.kv_descriptor is None
+    arena = SharedKVMemory(torch.device("cpu")).stage(LAYOUT, "device")
+    assert [slab.numel() for slab in arena.slabs] == LAYOUT.sizes

@@ -1,5 +1,6 @@
 """The one place that takes memory which stays: one function per kind. Most return bytes, `uint8`.
 
+Memory that other processes map comes from `shared.py`.
 Temporaries of a step and small tensors that one module keeps for itself are torch's, and not taken here.
 """
 

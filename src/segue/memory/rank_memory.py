@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from segue.memory import backing
+from segue.memory import backing, shared
 from segue.memory.arena import Arena, Layout
 
 Place = Literal["device", "host"]
@@ -19,6 +19,7 @@ class RankMemory(Protocol):
     """Gives a rank its large memory, and takes back what was staged."""
 
     device: torch.device
+    kv_descriptor: int | None  # of the KV cache's memory, where other processes may map it
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """Return the arena of the served weights, filled.
@@ -49,6 +50,8 @@ class RankMemory(Protocol):
 class PrivateMemory:
     """Memory of this process alone."""
 
+    kv_descriptor: int | None = None  # of memory that other processes map: there is none
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._take = backing.pageable if device.type == "cpu" else partial(backing.on_device, device=device)
@@ -76,3 +79,12 @@ class PrivateMemory:
             with torch.cuda.device(self.device):
                 for slab in arena.slabs:
                     backing.unlock(slab)
+
+
+class SharedKVMemory(PrivateMemory):
+    """Memory of the host, of which other processes map the KV cache."""
+
+    def take_kv(self, num_bytes: int) -> Tensor:
+        """See `RankMemory.take_kv`."""
+        self.kv_descriptor = shared.create(num_bytes)
+        return torch.frombuffer(shared.map_shared(self.kv_descriptor, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Prefill/decode disaggregation: handing over the KV of prompts from one worker to another."""
