@@ -119,6 +119,10 @@ class OverloadedError(SegueError, status=503, type="overloaded_error", code="ove
     """The waiting queue is full; the client should retry later."""
 
 
+class NoWorkerError(SegueError, status=503, type="overloaded_error", code="no_worker"):
+    """A router has no worker, or no pair of workers, that can take the request; the message says why."""
+
+
 class WeightSyncError(SegueError, status=400, type="invalid_request_error", code="weight_sync_failed"):
     """A step of a weight update cannot be done. The served weights did not change."""
 
@@ -131,8 +135,32 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
 
+class SharedMemoryError(SegueError):
+    """Memory that another process shares cannot be mapped, or that process cannot be watched."""
+
+
+class TransportError(SegueError, code="kv_transport_failed"):
+    """KV pages cannot be moved to another process."""
+
+
+class PeerLostError(TransportError):
+    """The process that KV pages were pushed to has ended, or has closed the connection."""
+
+
+class PageRangeError(TransportError):
+    """A push names a page that the source's or the target's KV pool does not have. Nothing was written."""
+
+
 class NonFiniteLogitsError(SegueError, type="non_finite_logits", code="non_finite_logits"):
     """No token can be sampled: the logits have NaN or plus infinity, or are all minus infinity."""
+
+
+class HandoverError(SegueError, status=503, code="kv_peer_lost"):
+    """The KV of a request did not come from the prefill worker; the request can be sent again."""
+
+
+class KVCapacityLostError(SegueError, status=503, code="kv_capacity_lost"):
+    """A request cannot go on, as a lost worker may still write to the pages that it needs."""
 
 
 class DrainingError(SegueError, status=503, code="draining"):
@@ -145,3 +173,30 @@ class EngineHungError(SegueError, status=503, code="engine_hung"):
 
 class EngineDeadError(SegueError, status=503, code="engine_dead"):
     """A worker has ended. Requests in flight are lost."""
+
+
+class KVLinkError(SegueError, status=503, code="kv_link"):
+    """A connection between a prefill worker and a decode worker could not be opened, or has ended.
+
+    ``code`` is the one that ``LinkClosed`` carries, which lists all of them.
+    """
+
+
+class KVMismatchError(KVLinkError, code="kv_mismatch"):
+    """The two workers differ in what must be equal. They can connect once an option has changed."""
+
+
+class KVKeyError(KVLinkError, code="kv_key"):
+    """The workers do not have the same ``--pd-key``, or have none where one is required."""
+
+
+class KVRefusedError(KVLinkError, code="kv_refused"):
+    """The other worker refused the connection; the text has its reason."""
+
+
+class KVProtocolError(KVLinkError, code="kv_protocol"):
+    """A frame or message that breaks the protocol of the connection, or is over its limit."""
+
+
+class KVLinkLostError(KVLinkError, code="kv_link_lost"):
+    """The other worker cannot be reached, closed the connection, or is silent for too long."""

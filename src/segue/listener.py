@@ -10,8 +10,10 @@ from segue.errors import ConfigError
 BACKLOG = 2048  # connections that the kernel completes before the server accepts them
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, port_option: str = "--port") -> socket.socket:
     """Take the port; called before a model loads, so that a port in use is reported at once.
+
+    ``port_option`` is the option that sets the port, for error messages.
 
     Raises:
         ConfigError: the port is in use or needs privileges, or the address is not one of this machine.
@@ -25,11 +27,11 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # UnicodeError: not a possible host name
         if listener is not None:
             listener.close()
-        raise _refusal(error, host, port) from None
+        raise _refusal(error, host, port, port_option) from None
     return listener
 
 
-def listen(listener: socket.socket) -> None:
+def listen(listener: socket.socket, *, port_option: str = "--port") -> None:
     """Have the kernel accept connections.
 
     Raises:
@@ -39,7 +41,7 @@ def listen(listener: socket.socket) -> None:
         listener.listen(BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
-        raise _refusal(error, host, port) from None
+        raise _refusal(error, host, port, port_option) from None
 
 
 def url_of(listener: socket.socket) -> str:
@@ -48,13 +50,14 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _refusal(error: Exception, host: str, port: int) -> ConfigError:
+def _refusal(error: Exception, host: str, port: int, option: str) -> ConfigError:
     """Return the error for a socket that could not be bound or listen, with what the user can do."""
+    param = option.strip("-").replace("-", "_")
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        remedy = "stop the process that listens there, or choose another with --port (0 picks a free one)"
-        return ConfigError(f"port {port} on {host} is in use; {remedy}", param="port")
+        remedy = f"stop the process that listens there, or choose another with {option} (0 picks a free one)"
+        return ConfigError(f"port {port} on {host} is in use; {remedy}", param=param)
     if number == errno.EACCES:
-        return ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port")
+        return ConfigError(f"port {port} needs privileges; choose one above 1023 with {option}", param=param)
     text = f"cannot listen on host {host!r}: {getattr(error, 'strerror', error)}; check --host"
     return ConfigError(text, param="host")

@@ -21,7 +21,7 @@ import zmq
 from segue.config import EngineConfig
 from segue.heartbeat import Turn, send_heartbeats
 from segue.laps.limits import laps_limits
-from segue.messages.control import EngineLimits, Ready, StartFailed
+from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.scheduler import Scheduler
@@ -127,6 +127,8 @@ def serve(
         weight_bytes=0,
         kv_bytes=0,
         init_steps=[],
+        role=config.role,
+        graphs={"decode": GraphCost(num_graphs=3, seconds=1.5, num_bytes=1 << 20)},
     )
     outbox.send(msgspec.msgpack.encode(ready))
     events, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
