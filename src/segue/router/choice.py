@@ -1,0 +1,87 @@
+"""The input and the outcome of a router's choice of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from segue.errors import NoWorkerError
+from segue.router.fleet import Assignment
+
+# cost: the fewest predicted seconds. power_of_two: of two workers drawn at random, the one with fewer
+# predicted seconds. round_robin: one after the other.
+RoutingPolicy = Literal["cost", "power_of_two", "round_robin"]
+MOST_NAMED = 8  # workers in an error message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRules:
+    """The options of a router that its decisions depend on."""
+
+    prefill_policy: RoutingPolicy = "cost"
+    decode_policy: RoutingPolicy = "cost"
+    local_prefill_tokens: int = (
+        256  # --local-prefill-tokens: most prompt tokens that a decode worker computes
+    )
+    local_growth_s: float = 0.01  # how much longer they may make a step of the decode worker
+    laps_threshold: int = 256  # --laps-alloc-threshold: tokens of the longest short prompt
+    laps_overflow_s: float = 0.05  # --laps-overflow-ms: how much faster the other group must be at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request that needs workers."""
+
+    number: int  # the router's requests are numbered; round_robin counts by it
+    num_tokens: int  # of the prompt, and of the output that another worker has made before
+    max_new_tokens: int
+    hits: Mapping[str, int] = field(
+        default_factory=dict
+    )  # worker -> tokens in its prefix cache, as predicted
+    tried: frozenset[str] = frozenset()  # workers that have failed at it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One worker computes the prompt and its first token, and hands over to another one."""
+
+    seconds: float  # predicted, as are those of the other choices
+    prefill: Assignment
+    decode: Assignment
+    recompute: bool  # the weights differ: the decode worker takes only the token, and computes the KV again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """A decode worker that has most of the prompt's KV computes the rest itself."""
+
+    seconds: float
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """One worker does all of it: one that serves whole requests, or prefill alone if one token is wanted."""
+
+    seconds: float
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """Nobody can take the request now."""
+
+    problem: str
+    reasons: Sequence[tuple[str, str]]  # a worker, or "one -> another", and why it cannot
+
+    def error(self) -> NoWorkerError:
+        """Returns the error for the client, which names the first workers and what is wrong with each."""
+        named = [f"{worker}: {reason}" for worker, reason in self.reasons[:MOST_NAMED]]
+        if len(self.reasons) > MOST_NAMED:
+            named.append(f"and {len(self.reasons) - MOST_NAMED} more")
+        why = f" ({'; '.join(named)})" if named else ""
+        return NoWorkerError(f"{self.problem}{why}; retry later, and see /workers for the state of each")
+
+
+Decision = Pair | Local | Whole | Refuse
