@@ -105,7 +105,7 @@ class FakeDevice:
                     )
                 touched.setdefault(entry[0], set()).add(self.owner[slot])
                 assert self.kv[entry][0] == prefix, f"slot {slot} reads foreign KV at position {position}"
-                assert int(self.kv[entry][1]) >= int(self.born[slot]), "KV of old weights was shared"
+                self.check_version(slot, self.kv[entry][1])
             if (n := plan.num_logits[index]) > plan.samples[index]:
                 prompt_logprobs[slot] = [TokenLogprob(t, -1.0) for t in tokens[end - n + 1 : end + 1]]
             if plan.samples[index]:
@@ -115,6 +115,10 @@ class FakeDevice:
                 assert len(tokens) <= self.max_len[slot], "a step for a request whose end by length was known"
         self.unapplied.append(touched)
         return StepResult(plan.step, sampled, 0.001, None, prompt_logprobs)
+
+    def check_version(self, slot: int, version: str) -> None:
+        """Assert that a request may read KV of a version of the weights."""
+        assert int(version) >= int(self.born[slot]), "KV of old weights was shared"
 
 
 @dataclass

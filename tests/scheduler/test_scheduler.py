@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec import structs
 
+from segue.config import EngineConfig
+from segue.laps.cost import NO_WORK, Coefficients, StepTime, seconds_of
 from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
 from segue.messages.control import LapsLimits
 from segue.messages.requests import (
@@ -18,12 +21,12 @@ from segue.messages.requests import (
     TokenLogprob,
     pack_ids,
 )
-from segue.messages.steps import NON_FINITE
+from segue.messages.steps import NON_FINITE, StepPlan
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome
-from segue.scheduler.request import Request, RequestPhase
-from segue.scheduler.scheduler import _GIVES_BACK, LEAD_S
+from segue.scheduler.request import Request, RequestPhase, Step
+from segue.scheduler.scheduler import _GIVES_BACK, LEAD_S, Scheduler
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -658,6 +661,23 @@ def test_the_rest_of_a_cached_prompt_decides_its_class() -> None:
     sim.run()
 
 
+def test_steps_that_were_timed_at_start_decide_the_class_of_the_first_prompt() -> None:
+    device = Coefficients(floor=0.005, start=0.001, per_token=1e-4)  # the floor is that of 40 tokens
+    works = [NO_WORK.plus(tokens, 0) for tokens in (1, 1, 1, 1, 50, 100, 200)]
+    times = [StepTime(work, seconds_of(device, work)) for work in works]
+    classes = []
+    for known in ([], times):
+        limits = structs.replace(Simulation(laps=LAPS).limits, max_seq_len=500)
+        scheduler = Scheduler(limits, EngineConfig(), step_times=known)
+        for rid, tokens in (("hidden behind the weights", 25), ("long", 100)):
+            message = AddRequest(
+                rid=rid, prompt=pack_ids([1] * tokens), params=SamplingParams(max_new_tokens=1)
+            )
+            scheduler.add(message, 1.0)
+            classes.append(scheduler.requests[rid].prompt_class)
+    assert classes == ["long", "long", "short", "long"]
+
+
 def test_a_long_prompt_becomes_short_when_another_request_has_computed_it() -> None:
     sim = Simulation(laps=LAPS, max_running_requests=1)
     sim.add("first", [1] * 40, max_new_tokens=20)
@@ -694,3 +714,39 @@ def test_behind_a_chunk_the_next_step_waits_if_a_short_prompt_is_likely() -> Non
     for index in range(10):
         sim.add(f"{index}", [5], max_new_tokens=1)
     assert sim.scheduler.launch_at(sim.now) > sim.now
+
+
+class Expects(FirstCome):
+    """First come, first served, with short prompts that are likely to come, or not."""
+
+    def __init__(self, likely: bool) -> None:
+        self._likely = likely
+
+    def expects_short(self, seconds: float, now: float) -> bool:
+        return self._likely
+
+
+@pytest.mark.parametrize(
+    ("prompt", "long", "decode", "seconds", "likely", "waits"),
+    [
+        (600, 0, 0, 0.06, False, True),
+        (600, 0, 0, 0.03, True, False),  # short prompts alone: the next ones go on behind it
+        (400, 0, 0, 0.06, True, False),  # few tokens, so the time is that of decode rows beside them
+        (0, 0, 1000, 0.06, True, False),
+        (300, 300, 0, 0.03, True, True),
+        (300, 300, 0, 0.03, False, False),
+        (300, 300, 0, 0.005, True, False),  # too short to be worth a late launch
+    ],
+)
+def test_which_steps_the_next_launch_waits_for(
+    prompt: int, long: int, decode: int, seconds: float, likely: bool, waits: bool
+) -> None:
+    scheduler = Simulation(Expects(likely)).scheduler
+    scheduler.cost._coefficients = Coefficients(per_token=seconds / (prompt + decode))
+    work = NO_WORK.plus(prompt, 0)._replace(decode_rows=decode)
+    step = Step(StepPlan(1), "1", planned_at=10.0, work=work, long_work=NO_WORK.plus(long, 0))
+    scheduler.in_flight.append(step)
+    expected = 10.0 + seconds - LEAD_S if waits else 10.001
+    assert scheduler.launch_at(10.001) == pytest.approx(expected)
+    scheduler._last_end = 10.02  # the device began with the step when the one before it had ended
+    assert scheduler.launch_at(10.021) == pytest.approx(10.02 + seconds - LEAD_S if waits else 10.021)

@@ -60,6 +60,14 @@ class InitStep(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
+class GraphCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the captured CUDA graphs of one kind have cost at start."""
+
+    num_graphs: int
+    seconds: float  # that capturing them took, with the eager runs before each capture
+    num_bytes: int  # of device memory, on the rank where it is most; kinds share it, so the order matters
+
+
 class LapsLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of length-aware prefill scheduling, in tokens and seconds."""
 
@@ -93,6 +101,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     weight_bytes: int
     kv_bytes: int
     init_steps: list[InitStep]
+    role: Literal["both", "prefill", "decode"] = "both"
+    control_address: str | None = None  # where KV is handed over; None: nowhere
+    graphs: dict[str, GraphCost] = {}  # by kind; empty: steps run eagerly
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -121,6 +132,19 @@ class LapsCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error_p90: float
 
 
+class HandoverCounters(msgspec.Struct, array_like=True, kw_only=True):
+    """What handing over has done since the start, and how things are now."""
+
+    offers: dict[str, int] = {}  # by state
+    leases: dict[str, int] = {}  # by state
+    num_sent: int = 0  # requests whose KV was handed over to another worker
+    num_adopted: int = 0  # requests that go on with KV of another worker
+    recomputed: dict[str, int] = {}  # requests that computed their prompts themselves, by reason
+    failed: dict[str, int] = {}  # requests that failed because their KV did not come, by reason
+    num_pages: int = 0  # pages that were sent to other workers, or that adopted requests got from others
+    adopt_s: float = 0.0  # from the first tokens of adopted requests to their adoption, in sum
+
+
 class Counters(msgspec.Struct, array_like=True, kw_only=True):
     """State and totals for metrics. Every scheduler output carries them."""
 
@@ -141,6 +165,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     non_finite_logits: int = 0  # requests that ended because of such logits
     num_accepted: int = 0  # requests accepted, ended ones included
     laps: LapsCounters | None = None  # None: LAPS is off
+    handover: HandoverCounters | None = None  # None: the engine hands no KV over
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -171,6 +196,7 @@ class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_retracted: int  # by this pause
     num_aborted: int
+    num_pages_leaving: int = 0  # that other workers may still read or write; they come home without a call
     drained_ms: float  # from when the pause was sent to the end of the last step
 
 

@@ -13,7 +13,8 @@ import msgspec
 
 FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # the abort message of a request that never ran
-FinishReason = Literal["stop", "length", "abort", "error"]
+# handoff: the request goes on in a decode worker
+FinishReason = Literal["stop", "length", "abort", "error", "handoff"]
 SamplingMode = Literal["plain", "filtered", "full"]  # each mode includes the one before it
 
 
@@ -73,6 +74,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The part of a request that one of two workers does: its prefill, or the decoding behind it."""
+
+    id: int  # 63 random bits, the same for both parts
+    part: Literal["prefill", "decode"]
+    peer: str = ""  # decode: where the prefill worker can be reached
+    # decode: whether this worker alone answers the client. Then it may compute the prompt itself if no KV
+    # comes; otherwise it may do so only once it knows the first token, which the client may have.
+    whole: bool = False
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """Adds a request. Requests with a larger ``priority`` run first.
 
@@ -87,6 +99,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     priority: int = 0
     # int32 token ids, at most max_new_tokens; one that ends the request must be the last
     outputs: bytes = b""
+    handoff: Handoff | None = None  # None: this worker does all of it
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -121,6 +134,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # (weight version, start, end) in output tokens; none covers the tokens that the request began with
     versions: list[tuple[str, int, int]] = []
     error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
+
+    @property
+    def client_reason(self) -> str:
+        """The reason as clients know it: to them a handoff is an end by length, after the first token."""
+        return "length" if self.reason == "handoff" else self.reason
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from segue.messages.kv import KVCommand, KVEvent, RankJoined
+from segue.messages.kv_link import LinkEvent
 from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
 from segue.messages.weight_update import RankReply, Received, WeightCommand
 
@@ -57,8 +59,8 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The reply to :class:`Drain`: this rank runs nothing."""
 
 
-RankMessage = StepPlan | Drain | WeightCommand
-RankEvent = Drained | RankReply | Received
+RankMessage = StepPlan | Drain | WeightCommand | KVCommand
+RankEvent = Drained | RankReply | Received | RankJoined | KVEvent | LinkEvent
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -13,13 +13,25 @@ if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
 
 
+# The queues of handing over KV, by SGLang's names, with the states of the offers or leases that they have.
+_OFFER_QUEUES = {
+    "disagg_prefill_bootstrap_queue_size": ("open", "claimed"),
+    "disagg_prefill_inflight_queue_size": ("sending", "draining"),
+}
+_LEASE_QUEUES = {
+    "disagg_decode_prealloc_queue_size": ("claimed", "queued"),
+    "disagg_decode_transfer_queue_size": ("granted", "landed"),
+}
+
+
 def internal_state(s: Scheduler) -> dict[str, Any]:
     """Returns the present state of the queues and pools, and the counters, for the route that reports it.
 
     ``tree_cache_size`` and ``available_kv_tokens`` are in tokens, because SGLang counts tokens and not pages;
     ``req_to_token_pool_*`` count request slots. The pause is the one that a client sees.
     """
-    resources, ratio = s.resources, s.new_token_ratio
+    resources, ratio, laps = s.resources, s.new_token_ratio, s.report_laps()
+    handover = s.handover.counters()
     prefilling = [r.rid for r in s.running.values() if r.phase is PREFILL]
     return {
         "engine_paused": s.control.client_state is PauseState.PAUSED,
@@ -46,7 +58,10 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "graph_hit_by_kind": s.totals.graph_hits,
         "eager": s.totals.eager_steps,
         "padded_tokens": s.totals.padded_tokens,
-        "laps": None if s.totals.laps is None else structs.asdict(s.totals.laps),
+        "laps": None if laps is None else structs.asdict(laps),
+        "handover": structs.asdict(handover) if s.config.role != "both" else None,
+        **{name: sum(handover.offers.get(each, 0) for each in of) for name, of in _OFFER_QUEUES.items()},
+        **{name: sum(handover.leases.get(each, 0) for each in of) for name, of in _LEASE_QUEUES.items()},
         "new_token_ratio": ratio.value,
         "init_new_token_ratio": ratio.initial,
         "weight_version": s.weight_version,

@@ -35,6 +35,7 @@ def _page_owners(s: Scheduler) -> Iterator[Owned]:
     yield "the prefix cache", [node.page for node in s.resources.prefix.nodes()]
     yield from (("a step in flight", released.pages) for released in s.resources.pending_free)
     yield from ((f"request {r.rid}", r.own_pages) for r in s.running.values())
+    yield from ((name, hold.own_pages) for name, hold in s.handover.holds())
 
 
 def _slot_owners(s: Scheduler) -> Iterator[Owned]:
@@ -48,6 +49,7 @@ def _lock_holders(s: Scheduler) -> Iterator[Node]:
     """Yields the deepest node of every lock in the prefix cache."""
     nodes = [r.node for r in s.running.values()] + [released.node for released in s.resources.pending_free]
     yield from (node for node in nodes if node is not None)
+    yield from (hold.node for _, hold in s.handover.holds())
 
 
 def _lock_problems(s: Scheduler) -> list[str]:
@@ -82,10 +84,12 @@ def _request_problems(s: Scheduler) -> list[str]:
             problems.append(f"request {r.rid} reads shared pages that its lock does not cover")
     problems += [
         f"waiting request {r.rid} owns a slot, pages or a lock"
-        for r in s.waiting
+        for r in (*s.waiting, *s.handover.awaiting.values())
         if r.pages or r.node is not None or r.slot != -1
     ]
-    if set(s.requests) != {r.rid for r in s.waiting} | set(s.running):
+    if {lease.rid for lease in s.handover.machine.leases.active.values()} != set(s.handover.awaiting):
+        problems.append("a request awaits its KV without a lease, or a lease has no request that awaits it")
+    if set(s.requests) != {r.rid for r in s.waiting} | set(s.running) | set(s.handover.awaiting):
         problems.append("a live request neither waits nor runs, or an ended request waits or runs")
     return problems
 

@@ -28,6 +28,7 @@ from segue.messages.requests import Finished
 if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
 
+LEAVING_S = 10.0  # that the answer to a pause of mode "retract" waits for pages which other workers still use
 Holder = Literal["user", "weight_commit", "memory_release"]
 
 _MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
@@ -69,6 +70,8 @@ class PauseControl:
         self._new_holds: dict[Holder, PauseMode] = {}  # holds that have not taken effect yet
         self._deadline: float | None = None  # when the user's hold ends by itself
         self._pauses: list[tuple[int, float]] = []  # unanswered pauses: (call, when it was sent)
+        # Until when unanswered pauses wait for pages to come home, and how many requests they retracted.
+        self._leaving: tuple[float, int] | None = None
         self._flushes: list[_PendingFlush] = []
         self._replies: list[SchedulerMessage] = []
 
@@ -105,7 +108,8 @@ class PauseControl:
     @property
     def has_started_requests(self) -> bool:
         """Whether a request runs, or waits to go on with the tokens that it has."""
-        return bool(self._scheduler.running) or any(r.has_begun for r in self._scheduler.waiting)
+        s = self._scheduler
+        return bool(s.running or s.handover.awaiting) or any(r.has_begun for r in s.waiting)
 
     def pause(self, message: Pause, now: float) -> None:
         """Hold the engine for the user. The mode can only grow stronger; the newest time to live counts."""
@@ -156,6 +160,8 @@ class PauseControl:
         deadlines = [flush.deadline for flush in self._flushes]
         if self._deadline is not None:
             deadlines.append(self._deadline)
+        if self._leaving is not None:
+            deadlines.append(self._leaving[0])
         return min(deadlines, default=None)
 
     def advance(self, now: float) -> list[SchedulerMessage]:
@@ -163,15 +169,18 @@ class PauseControl:
 
         Call it after every message and every applied step, and at :attr:`next_deadline`.
         """
+        self._scheduler.now = now
         if self._deadline is not None and now >= self._deadline:
             self.release("user")
         if self.state is PauseState.PAUSING and not self._must_wait():
             self._take_effect(now)
         elif self.state is PauseState.PAUSED and self._pauses and not self._user_waits():
-            # A commit's hold took effect before the user's pause of mode "wait"; the requests that this pause
-            # awaited have ended since.
-            self._new_holds.clear()
-            self._answer_pauses(now)
+            # Pages that it wants back have come home. Or a commit's hold took effect before the user's pause
+            # of mode "wait"; the requests that this pause awaited have ended since.
+            until, num_retracted = self._leaving or (now, 0)
+            if now >= until or not self._scheduler.handover.num_leaving:
+                self._new_holds.clear()
+                self._answer_pauses(now, num_retracted=num_retracted)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
         replies, self._replies = self._replies, []
@@ -200,7 +209,9 @@ class PauseControl:
         waits = self._user_waits()  # then the user's hold stays new, and its calls stay unanswered
         self._new_holds = {"user": self._new_holds["user"]} if waits and "user" in self._new_holds else {}
         self._replies.append(self._scheduler.output(finished=finished))
-        if not waits:
+        if "retract" in modes and self._scheduler.handover.num_leaving:
+            self._leaving = (now + LEAVING_S, num_retracted)
+        elif not waits:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
 
     def _retract_all(self) -> int:
@@ -216,6 +227,7 @@ class PauseControl:
             assert node is not None
             s.retract(request)
             s.resources.free(s.resources.prefix.discard(node))
+        s.handover.want_memory_back(s.now)
         return len(started)
 
     def _answer_pauses(self, now: float | None = None, num_retracted: int = 0, num_aborted: int = 0) -> None:
@@ -226,13 +238,14 @@ class PauseControl:
                     call=call,
                     mode=self.client_mode,
                     num_running=len(self._scheduler.running),
-                    num_waiting=len(self._scheduler.waiting),
+                    num_waiting=self._scheduler.num_waiting,
                     num_retracted=num_retracted,
                     num_aborted=num_aborted,
+                    num_pages_leaving=self._scheduler.handover.num_leaving,
                     drained_ms=0.0 if now is None else (now - since) * 1e3,
                 )
             )
-        self._pauses = []
+        self._pauses, self._leaving = [], None
 
     def _try_flush(self, flush: _PendingFlush, now: float) -> bool:
         """Answer the flush if that is possible now; returns whether it was answered.
@@ -243,7 +256,7 @@ class PauseControl:
         s, call = self._scheduler, flush.message.call
         if s.in_flight and s.in_flight[0].plan.step <= flush.step:
             return False
-        if s.running or (s.waiting and self.state is not PauseState.PAUSED):
+        if s.running or s.handover.owns_pages or (s.waiting and self.state is not PauseState.PAUSED):
             if now < flush.deadline:
                 return False
             self._replies.append(Flushed(call=call, success=False, error_msg=self._why_not_flushed()))
@@ -256,7 +269,11 @@ class PauseControl:
 
     def _why_not_flushed(self) -> str:
         """Return the text of a flush that failed: which requests prevent it, and what the user can do."""
-        counts = f"{len(self._scheduler.running)} requests run and {len(self._scheduler.waiting)} wait"
+        s = self._scheduler
+        counts = f"{len(s.running)} requests run and {s.num_waiting} wait"
+        if not s.running and (count := len({name for name, _ in s.handover.holds()})):
+            counts += f", and {count} transfers of KV to or from other engines own pages"
+            return f"{counts}; flush when they have ended (see timeout)"
         if self.state is PauseState.PAUSED:
             remedy = "paused in place, they keep their KV: pause with mode retract or abort, then flush"
         else:

@@ -118,7 +118,7 @@ class PrefillPlanner:
         for request in started:  # the end of a long prompt is short
             request.prompt_class = self.policy.classify(request.remaining, request.launched)
         short, long = (self._waiting(name) for name in get_args(PromptClass))
-        num_slots = len(s.resources.free_slots) if admit else 0
+        num_slots = len(s.resources.free_slots) - s.handover.num_places if admit else 0
         if not (started or (num_slots and (short or long))):
             return None
         view = PrefillView(
@@ -145,6 +145,7 @@ class PrefillPlanner:
             if count > 0:  # else it found less in the cache than was expected: it has to wait for its turn
                 budget -= step.prefill(request, count)
                 s.insert_pages(request, request.launched)
+                s.handover.launched(request, step, now)
         long_waits = bool(long) or any(request.prompt_class == "long" for request in started)
         self.policy.planned(step.work, step.long_work, long_waits=long_waits)
         return choice.wake_at
@@ -171,19 +172,22 @@ class PrefillPlanner:
         """Give a request a slot and pages for all its known tokens, and add them to the step's plan.
 
         Returns False, and changes nothing, if no slot is free or if fewer pages than the reserve (see
-        `_reserve`) would stay available. A request that is alone is admitted without a reserve: no
+        `reserve`) would stay available. A request that is alone is admitted without a reserve: no
         other one will end and free pages.
         """
         s, resources, size = self._scheduler, self._scheduler.resources, self._scheduler.limits.page_size
-        if not resources.free_slots:
+        if len(resources.free_slots) <= s.handover.num_places:
             return False
         node = self._match(request)
         resources.prefix.lock(node)  # before counting: pages that it shares cannot be evicted for it
         shared = resources.prefix.pages(node)
         needed = ceil_div(len(request.tokens), size) - len(shared)
-        alone = not s.running and not resources.pending_free
-        if needed + (0 if alone else self._reserve(request)) > resources.num_available:
+        alone = not s.running and not resources.pending_free and not s.handover.frees_pages
+        if needed + (0 if alone else self.reserve(request)) > resources.num_available:
             resources.prefix.unlock(node)
+            idle = not s.running and not resources.pending_free
+            if idle and needed > resources.num_available and s.handover.has_lost_pages:
+                s.handover.fail_without_pages(request)
             return False
         s.leave(request, PREFILL)
         s.running[request.rid] = request
@@ -217,7 +221,7 @@ class PrefillPlanner:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
         return s.resources.prefix.match(s.kv_epoch, request.tokens, usable)
 
-    def _reserve(self, newcomer: Request) -> int:
+    def reserve(self, newcomer: Request) -> int:
         """Pages that the running requests and the newcomer are expected to need for their output tokens.
 
         This is the reserve of an admission: their remaining limits, each clipped, times the new-token ratio.

@@ -10,7 +10,7 @@ from typing import get_args
 from segue.kvcache.prefix_cache import Node
 from segue.laps.classes import PromptClass
 from segue.laps.cost import NO_WORK, StepWork
-from segue.messages.requests import FinishReason, SamplingMode, SamplingParams
+from segue.messages.requests import FinishReason, Handoff, SamplingMode, SamplingParams
 from segue.messages.steps import StepPlan
 
 _SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
@@ -20,9 +20,11 @@ class RequestPhase(Enum):
     """The phase of a request; it owns a slot and pages in PREFILL and DECODE only.
 
     Admission leads from WAITING to PREFILL, the last prefill chunk to DECODE, a retraction back to WAITING.
-    A request may end in any phase: it is FINISHED.
+    A request whose prompt another worker computes begins in AWAIT, and goes on in DECODE, or in WAITING if
+    the KV does not come. A request may end in any phase: it is FINISHED.
     """
 
+    AWAIT = auto()
     WAITING = auto()
     PREFILL = auto()  # some of its known tokens have no KV yet
     DECODE = auto()  # one token per step
@@ -30,9 +32,10 @@ class RequestPhase(Enum):
 
 
 # The same phases; on Python 3.11 reading one from its class takes 140 ns, for each request and step.
-WAITING, PREFILL, DECODE, FINISHED = RequestPhase
+AWAIT, WAITING, PREFILL, DECODE, FINISHED = RequestPhase
 
 _NEXT = {
+    AWAIT: {DECODE, WAITING, FINISHED},
     WAITING: {PREFILL, FINISHED},
     PREFILL: {DECODE, WAITING, FINISHED},
     DECODE: {WAITING, FINISHED},
@@ -52,11 +55,15 @@ class Request:
     params: SamplingParams
     tokens: list[int]  # the prompt, then the output tokens known on the host
     prompt_len: int
+    num_given: int = 0  # output tokens that it arrived with
     most_outputs: int  # output tokens that it may have here; those that it arrived with count too
+    hands_over: bool = False  # whether it goes on elsewhere once it has that many
+    handoff: Handoff | None = None
     priority: int
     arrival: int  # 1, 2, 3, …; a retracted request keeps its number, and so its queue position
     added_at: float  # seconds, by the clock of `Scheduler.plan`
     deadline: float = inf  # when its first token is due, by the same clock
+    first_at: float = 0.0  # when its first token came from a prefill worker; 0: it did not
     has_begun: bool  # whether it was admitted before, or arrived with output tokens
     stop_ids: frozenset[int] = field(init=False)
     sampling_mode: SamplingMode = field(init=False)
@@ -144,7 +151,9 @@ class Request:
         count = len(self.tokens) - self.prompt_len  # 0: the last token is the prompt's, and ends nothing
         if self.tokens[-1] in self.stop_ids and 0 < count >= self.params.min_new_tokens:
             return "stop"
-        return "length" if count >= self.most_outputs else None
+        if count < self.most_outputs:
+            return None
+        return "handoff" if self.hands_over else "length"
 
     def forget_kv(self) -> None:
         """Reset all KV state but keep the tokens; its slot, pages and lock have been released before."""

@@ -39,6 +39,10 @@ class Resources:
         """Pages that :meth:`take_pages` can give now: the free ones and the evictable ones."""
         return len(self.free_pages) + self.prefix.num_evictable
 
+    def is_free(self, page: int) -> bool:
+        """Whether a page is on the free list."""
+        return bool(self._is_free[page])
+
     def take_pages(self, count: int) -> list[int]:
         """Take ``count`` pages, at most ``num_available``; evicts cached pages if too few are free."""
         missing = count - len(self.free_pages)

@@ -19,9 +19,10 @@ from segue import errors
 from segue.config import EngineConfig
 from segue.kvcache.prefix_cache import Node
 from segue.laps.classes import PromptClass
-from segue.laps.cost import CostModel
+from segue.laps.cost import CostModel, StepTime
 from segue.laps.pick import PrefillPolicy
-from segue.messages.control import Counters, EngineLimits, PauseMode, SchedulerOutput
+from segue.messages.control import Counters, EngineLimits, LapsCounters, PauseMode, SchedulerOutput
+from segue.messages.kv import KVIdentity
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -35,10 +36,11 @@ from segue.messages.requests import (
     unpack_ids,
 )
 from segue.messages.steps import NON_FINITE, StepPlan, StepResult
+from segue.scheduler.handover import Handover
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.prefill import NewTokenRatio, PrefillPlanner, make_policy
 from segue.scheduler.queue import WaitingQueue
-from segue.scheduler.request import DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase, Step
+from segue.scheduler.request import AWAIT, DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase, Step
 from segue.scheduler.resources import Released, Resources
 
 # The next step waits for the end of one that takes so long and has so many tokens. Behind shorter steps it
@@ -52,12 +54,27 @@ class Scheduler:
     """Decides what each step runs. Nothing else starts, retracts or ends a request."""
 
     def __init__(
-        self, limits: EngineLimits, config: EngineConfig, policy: PrefillPolicy[Request] | None = None
+        self,
+        limits: EngineLimits,
+        config: EngineConfig,
+        policy: PrefillPolicy[Request] | None = None,
+        step_times: Iterable[StepTime] = (),
+        *,
+        num_ranks: int = 1,
     ) -> None:
-        """Start with nothing queued. ``policy`` chooses the prefill work; None: the one of ``limits``."""
+        """Start with nothing queued.
+
+        Args:
+            limits: what the engine has room for.
+            config: the options.
+            policy: chooses the prefill work; None: the policy that ``limits`` asks for.
+            step_times: steps that were timed at start, from which the cost model learns before any request.
+            num_ranks: the number of tensor-parallel ranks.
+        """
         self.limits = limits
         self.config = config
         self.receive_requires_pause = config.weight_recv_requires_pause
+        self.now = 0.0  # the caller sets it before a call that has no time of its own
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weight_version = FIRST_WEIGHT_VERSION
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
@@ -65,12 +82,15 @@ class Scheduler:
         self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
         self.cost = CostModel()
+        for work, seconds in step_times:
+            self.cost.add(work, seconds)
         self.waiting = WaitingQueue()
         self.running: dict[str, Request] = {}  # in the order of admission
         self.requests: dict[str, Request] = {}  # every request that has not ended, waiting or running
         self.in_flight: deque[Step] = deque()  # launched steps without a result, and the one being planned
         # (request, first index, pages): block table entries that the next plan replaces
         self._swaps: list[tuple[Request, int, list[int]]] = []
+        self._commits: dict[str, int] = {}  # version -> how often it was committed
         self._last_end = 0.0  # when the last step that was applied had ended
         self._step = 0
         self._arrivals = 0
@@ -78,6 +98,7 @@ class Scheduler:
         self.totals = Counters()
         self.control = PauseControl(self)
         self._prefill = PrefillPlanner(self, policy or make_policy(limits, self.cost))
+        self.handover = Handover(self, num_ranks)
 
     # --- the start and the end of requests ---
 
@@ -92,24 +113,35 @@ class Scheduler:
             self._check(message, prompt_len, num_outputs, most_outputs)
         except errors.SegueError as error:
             return Rejected(message.rid, type(error).__name__, error.message)
+        handoff, hands_over = message.handoff, False
+        if handoff is not None and handoff.part == "prefill":
+            hands_over = most_outputs > num_outputs + 1
+            most_outputs = min(most_outputs, num_outputs + 1)
         self._arrivals += 1
         request = self.requests[message.rid] = Request(
             rid=message.rid,
             params=message.params,
             tokens=unpack_ids(message.prompt + message.outputs),
             prompt_len=prompt_len,
+            num_given=num_outputs,
             most_outputs=most_outputs,
+            hands_over=hands_over,
+            handoff=handoff,
+            phase=AWAIT if handoff is not None and handoff.part == "decode" else WAITING,
             priority=message.priority,
             arrival=self._arrivals,
             added_at=now,
             # During a pause it counts as a newcomer: a pause that has taken effect waits for no further one.
             has_begun=num_outputs > 0 and self.control.admits,
         )
-        self._enqueue(request)
-        request.came_long = request.prompt_class == "long"
-        self._prefill.policy.arrived(request, now)
+        if request.phase is WAITING:
+            self.enqueue(request)
+            request.came_long = request.prompt_class == "long"
+            self._prefill.policy.arrived(request, now)
+        if handoff is not None:
+            self.handover.add(request, handoff, now)
         reason = request.end_by_output() if num_outputs else None
-        return None if reason is None else self._end(request, reason)
+        return None if reason is None else self.end(request, reason)
 
     def _check(self, message: AddRequest, prompt_len: int, num_outputs: int, most_outputs: int) -> None:
         """Raise the reason why a request cannot be queued, if there is one; lengths are in tokens."""
@@ -127,13 +159,21 @@ class Scheduler:
                 f"the request begins with {num_outputs} output tokens, but may have {most_outputs}; raise "
                 "max_new_tokens, or send fewer"
             )
+        if self.config.role == "prefill" and message.handoff is None and most_outputs > 1:
+            raise errors.InvalidRequestError(
+                f"this engine's --role is prefill, and the request may have {most_outputs} output tokens; "
+                "send it to another engine, set max_new_tokens to 1, or hand it over (bootstrap_room)"
+            )
         if self.config.paused_policy == "reject" and (mode := self.control.client_mode) is not None:
             raise errors.PausedError(
                 f"generation is paused ({mode}), and --paused-policy is reject; retry later"
             )
-        if len(self.waiting) >= self.config.max_queued_requests:
+        if message.handoff is not None:
+            self.handover.check(message.handoff)
+        num_waiting = self.num_waiting
+        if num_waiting >= self.config.max_queued_requests:
             raise errors.OverloadedError(
-                f"{len(self.waiting)} requests wait, the limit set by --max-queued-requests; retry later"
+                f"{num_waiting} requests wait, the limit set by --max-queued-requests; retry later"
             )
 
     def abort(self, message: Abort) -> list[Finished]:
@@ -150,14 +190,14 @@ class Scheduler:
     def finish(self, message: Finish) -> list[Finished]:
         """End a request at a stop string; nothing happens if it has ended already."""
         request = self.requests.get(message.rid)
-        return [self._end(request, "stop", num_tokens=message.num_tokens)] if request else []
+        return [self.end(request, "stop", num_tokens=message.num_tokens)] if request else []
 
     def _abort(self, request: Request, message: str | None) -> Finished:
         if message is None and request.cached_tokens < 0:
             message = BEFORE_PREFILL
-        return self._end(request, "abort", message=message)
+        return self.end(request, "abort", message=message)
 
-    def _end(
+    def end(
         self,
         request: Request,
         reason: FinishReason,
@@ -169,6 +209,7 @@ class Scheduler:
         """End a request; every end goes through here. Without ``num_tokens`` it keeps all its tokens."""
         self.leave(request, FINISHED)
         del self.requests[request.rid]
+        self.handover.ended(request, self.now)
         count = request.num_outputs if num_tokens is None else num_tokens
         return Finished(
             rid=request.rid,
@@ -197,14 +238,15 @@ class Scheduler:
             "so there is no token to give. The weights, or the dtype they run in, do not suit this "
             "prompt: see the server's log"
         )
-        return self._end(request, "error", message=text, error=errors.NonFiniteLogitsError)
+        return self.end(request, "error", message=text, error=errors.NonFiniteLogitsError)
 
     def retract(self, request: Request) -> None:
         """Put a request back into the queue with its tokens but without KV. Nothing may be in flight."""
         assert not self.in_flight
         self.leave(request, WAITING)
         request.forget_kv()
-        self._enqueue(request)  # before younger ones
+        self.handover.retracted(request, self.now)
+        self.enqueue(request)  # before younger ones
 
     def leave(self, request: Request, to: RequestPhase) -> None:
         """Move a request from its phase ``to`` another one, and give back what it held in the old one.
@@ -215,9 +257,13 @@ class Scheduler:
             give_back(self, request)
         request.enter(to)
 
-    def _enqueue(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         self._prefill.classify(request)
         self.waiting.add(request)
+
+    def reserve(self, newcomer: Request) -> int:
+        """Returns the pages that must stay available when a request is admitted."""
+        return self._prefill.reserve(newcomer)
 
     def _leave_queue(self, request: Request) -> None:
         self.waiting.remove(request)
@@ -228,10 +274,20 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Release its slot, its own pages and its lock on cached ones, once no step in flight uses them."""
         self._swaps = [swap for swap in self._swaps if swap[0] is not request]
-        self._free_later(slot=request.slot, pages=request.own_pages, node=request.node)
+        self.handover.forget(request)
+        if self.handover.take_over(request):
+            self.free_later(slot=request.slot)
+        else:
+            self.free_later(slot=request.slot, pages=request.own_pages, node=request.node)
 
-    def _free_later(self, *, slot: int | None = None, pages: list[int], node: Node | None = None) -> None:
-        self.resources.pending_free.append(Released(self._step, slot, pages, node))
+    def _leave_await(self, request: Request) -> None:
+        del self.handover.awaiting[request.rid]
+
+    def free_later(
+        self, *, slot: int | None = None, pages: Sequence[int] = (), node: Node | None = None
+    ) -> None:
+        """Free a slot and pages, and unlock a node, once no step in flight uses them."""
+        self.resources.pending_free.append(Released(self._step, slot, list(pages), node))
         self._settle()
 
     def _settle(self) -> None:
@@ -241,10 +297,15 @@ class Scheduler:
     # --- planning ---
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot, or for KV of another worker."""
+        return len(self.waiting) + len(self.handover.awaiting)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
-            return bool(self.running or self.waiting)
+            return bool(self.running or self.waiting or self.handover.has_landed)
         return self.control.runs and self.control.has_started_requests
 
     def plan(self, now: float) -> StepPlan | None:
@@ -257,16 +318,18 @@ class Scheduler:
         is set, not before that time.
         """
         assert len(self.in_flight) <= 1, "apply the oldest step before planning another"
-        self.wake_at = None
+        self.now, self.wake_at = now, None
         if not self.control.runs:
             return None
+        self.handover.adopt(now)
         decoding = [r for r in self.running.values() if r.wants_decode]
         needy = [r for r in decoding if r.launched == r.capacity]  # their next position needs a new page
         preempted = False
         if len(needy) > self.resources.num_available:
             if self.in_flight:  # its result may end requests, which frees pages: nobody is retracted before
                 return None
-            self._preempt(needy)
+            if not self._preempt(needy):
+                return None
             preempted = True
             decoding = [r for r in decoding if r.phase is DECODE]
             needy = [r for r in needy if r.phase is DECODE]
@@ -275,11 +338,15 @@ class Scheduler:
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # what this step's own insertions swap goes into the next plan
         step.plan.pages += [(request.slot, first, pages) for request, first, pages in swaps]
+        self.handover.announce(step)
         for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
             step.plan.pages.append((request.slot, len(request.pages), [page]))
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
+        self.handover.share()
+        if not preempted:
+            self.handover.grant(now)
         self.wake_at = self._prefill.fill(step, now, admit=not preempted)
         if not step.plan.slots:  # there is nothing to run: as if the step had never been planned
             self.in_flight.pop()
@@ -309,21 +376,33 @@ class Scheduler:
             least = BLOCKING_STEP_S
         return max(step.planned_at, self._last_end) + seconds - LEAD_S if seconds >= least else now
 
-    def _preempt(self, needy: Iterable[Request]) -> None:
-        """Retract running requests until each request of ``needy`` that still runs can have a page."""
+    def _preempt(self, needy: Iterable[Request]) -> bool:
+        """Retract running requests until each request of ``needy`` that still runs can have a page.
+
+        Returns False if the last one has to wait for pages of offers and leases; it fails if they may never
+        come home. Without these a request that is alone always fits: ``max_seq_len`` is at most the pool.
+        """
         needy = set(needy)
         while len(needy) > self.resources.num_available:
-            assert len(self.running) > 1, "one request alone always fits: max_seq_len is at most the pool"
+            if len(self.running) == 1:
+                if not self.handover.has_lost_pages:
+                    return False
+                (last,) = self.running.values()
+                self.handover.fail_without_pages(last)
+                needy.discard(last)
+                continue
             victim = max(self.running.values(), key=Request.queue_key)  # it would be last in the queue
             self.retract(victim)
             needy.discard(victim)
             self.totals.num_preemptions += 1
             self.new_token_ratio.on_preemption()
+        return True
 
     # --- results ---
 
     def apply(self, result: StepResult, now: float) -> SchedulerOutput:
         """Turn the oldest step's result into tokens and ends; the tokens of ended requests are dropped."""
+        self.now = now
         step = self.in_flight.popleft()
         seconds = now - max(step.planned_at, self._last_end)
         self._last_end = now
@@ -345,6 +424,7 @@ class Scheduler:
                 finished.append(self._end_non_finite(request, "a prompt token"))
             else:
                 prompt_logprobs[request.rid] = entries
+                self.handover.prompt_logprobs(request, entries)
         for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
             if request.phase is FINISHED:
                 continue
@@ -360,7 +440,8 @@ class Scheduler:
             if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
                 logprobs[request.rid] = entry
             if (reason := request.end_by_output()) is not None:
-                finished.append(self._end(request, reason))
+                self.handover.first(request, logprobs.get(request.rid), reason, now)
+                finished.append(self.end(request, reason))
             # The newest token has no KV yet, so a page is full once there is one token more than it holds.
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
                 self.insert_pages(request, len(request.tokens) - 1)
@@ -404,37 +485,48 @@ class Scheduler:
         # device has the request's own pages until the next plan; they are freed after the steps in flight.
         if given_back:
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
-            self._free_later(pages=given_back)
+            self.free_later(pages=given_back)
 
     def output(self, **columns: Any) -> SchedulerOutput:
         """Returns a message to the frontend with the present counters; ``columns`` are its other fields."""
         totals = self.totals
         totals.paused = self.control.client_mode
         totals.is_paused = self.control.client_state is PauseState.PAUSED
-        totals.num_running, totals.num_waiting = len(self.running), len(self.waiting)
+        totals.num_running, totals.num_waiting = len(self.running), self.num_waiting
         totals.num_accepted = self._arrivals
         totals.used_pages = self.limits.num_pages - len(self.resources.free_pages)
         totals.cached_pages = self.resources.prefix.num_pages
-        totals.laps = self._prefill.policy.report(
-            {name: len(self.waiting.of(name)) for name in get_args(PromptClass)}
-        )
+        totals.laps = self.report_laps()
+        if self.config.role != "both":
+            totals.handover = self.handover.counters()
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)
+
+    def report_laps(self) -> LapsCounters | None:
+        """Returns what length-aware prefill has done so far, and how things are now; None: it is off."""
+        waiting = {name: len(self.waiting.of(name)) for name in get_args(PromptClass)}
+        return self._prefill.policy.report(waiting)
 
     def forget_cache(self) -> int:
         """Empty the prefix cache, and reset the new-token ratio and the number of decode steps.
 
         Returns the number of tokens that were cached.
-        No step may be in flight and no request may own KV.
+        No step may be in flight and no request may own KV. What offers and leases have locked stays until
+        they end.
         """
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
-        count = prefix.num_pages
+        count = prefix.num_evictable
         self.resources.free(prefix.evict(count))
         self.new_token_ratio = NewTokenRatio()
         self.num_decode_steps = 0
         return count * self.limits.page_size
 
     # --- for weight updates, which see the scheduler as a `Port` (`weight_update.control.state_machine`) ---
+
+    @property
+    def kv_identity(self) -> KVIdentity:
+        """The name of the KV that is computed now."""
+        return KVIdentity(self.weight_version, self._commits.get(self.weight_version, 0))
 
     @property
     def stands_still(self) -> bool:
@@ -454,15 +546,18 @@ class Scheduler:
         """
         assert not self.in_flight, "weights change between steps"
         self.kv_epoch += 1
-        old = self.weight_version
+        old, before = self.weight_version, self.kv_identity
         is_number = old.isascii() and old.isdigit()
         self.weight_version = version or str(int(old) + 1 if is_number else self.kv_epoch)
+        self._commits[self.weight_version] = self._commits.get(self.weight_version, 0) + 1
+        self.handover.committed(before, self.kv_identity)
         if flush_cache:
             self.forget_cache()
 
 
 # What a request gives back when it ends or is retracted, by the phase that it leaves.
 _GIVES_BACK: dict[RequestPhase, Sequence[Callable[[Scheduler, Request], None]]] = {
+    AWAIT: (Scheduler._leave_await,),
     WAITING: (Scheduler._leave_queue,),
     PREFILL: (Scheduler._leave_batch, Scheduler._release),
     DECODE: (Scheduler._leave_batch, Scheduler._release),

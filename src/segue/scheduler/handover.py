@@ -1,0 +1,356 @@
+"""Requests whose prefill and decoding are done by two workers: the scheduler's side of offers and leases.
+
+On the prefill worker a request ends with its first token, and its offer keeps the pages. On the decode worker
+a request begins in the phase AWAIT, which owns nothing; its lease owns pages that the prefill worker writes.
+Once they have landed, the request is *adopted*: it takes the pages over and decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from segue import errors
+from segue.disagg.lease import LOST_S, Lease, LeaseState
+from segue.disagg.machine import TransferMachine
+from segue.disagg.offer import LOGPROBS_PER_PART, HeldPages
+from segue.messages.control import HandoverCounters, SchedulerOutput
+from segue.messages.kv import First, GoneReason, KVIdentity, RevokeReason
+from segue.messages.requests import FinishReason, Handoff, TokenLogprob, pack_ids
+from segue.messages.steps import NewSlot
+from segue.scheduler.request import DECODE, WAITING, Request, Step
+from segue.sizes import ceil_div
+
+if TYPE_CHECKING:
+    from segue.scheduler.scheduler import Scheduler
+
+
+class Handover:
+    """The offers and leases of one scheduler; it is the `HandoverPort` of the machine that keeps them."""
+
+    def __init__(self, scheduler: Scheduler, num_ranks: int = 1) -> None:
+        """``num_ranks`` is the number of tensor-parallel ranks."""
+        self._scheduler = scheduler
+        self.machine = TransferMachine(self, page_size=scheduler.limits.page_size, num_ranks=num_ranks)
+        self.awaiting: dict[str, Request] = {}  # in the order of arrival
+        self.unplanned: list[Request] = []  # adopted, but no plan has told the device yet
+        self.replies: list[SchedulerOutput] = []  # to be sent to the frontend
+        self._totals = HandoverCounters()
+
+    # --- what the scheduler calls ---
+
+    def check(self, handoff: Handoff) -> None:
+        """Raise the reason why a request with this handoff cannot be taken, if there is one."""
+        if (role := self._scheduler.config.role) not in (handoff.part, "both"):
+            raise errors.InvalidRequestError(
+                f"this engine's --role is {role}, and the request is for --role {handoff.part}; send it there"
+            )
+        if handoff.part == "prefill":
+            is_known = self.machine.offers.is_known(handoff.id)
+        else:
+            is_known = handoff.id in self.machine.leases.active
+        if is_known:
+            raise errors.InvalidRequestError(
+                f"handoff {handoff.id} is in use; draw another id for every request"
+            )
+
+    def add(self, request: Request, handoff: Handoff, now: float) -> None:
+        """Begin the offer of a prefill worker's request, or claim the KV of a decode worker's."""
+        digest = hashlib.sha256(pack_ids(request.tokens)).digest()
+        if handoff.part == "prefill":
+            self.machine.offers.add(handoff.id, request.rid, len(request.tokens), digest, now)
+            return
+        self.awaiting[request.rid] = request
+        lease = Lease(
+            handoff=handoff.id,
+            rid=request.rid,
+            address=handoff.peer,
+            num_tokens=len(request.tokens),
+            prompt_hash=digest,
+            order=(-request.priority, request.arrival),
+        )
+        self.machine.leases.claim(lease, now)
+
+    def launched(self, request: Request, step: Step, now: float) -> None:
+        """Note that a step computes a chunk of a request's prompt."""
+        if request.handoff is not None and request.handoff.part == "prefill":
+            identity = self._scheduler.kv_identity
+            self.machine.offers.launched(request.handoff.id, request.launched, step.plan.step, identity, now)
+
+    def prompt_logprobs(self, request: Request, entries: list[TokenLogprob]) -> None:
+        """Pass logprobs of prompt tokens on to the decode worker."""
+        if request.handoff is not None and request.handoff.part == "prefill":
+            self.machine.offers.add_logprobs(request.handoff.id, entries)
+
+    def first(self, request: Request, logprob: TokenLogprob | None, reason: FinishReason, now: float) -> None:
+        """Hand the first token of a request over; call this before the request ends with it."""
+        handoff = request.handoff
+        if handoff is None or handoff.part != "prefill":
+            return
+        offer = self.machine.offers.by_handoff.get(handoff.id)
+        first = First(
+            handoff=handoff.id,
+            token=request.tokens[-1],
+            logprob=logprob,
+            version=request.versions[-1][0],
+            cached_tokens=max(0, request.cached_tokens),
+            seed=request.params.seed,
+            parts=ceil_div(len(offer.logprobs), LOGPROBS_PER_PART) if offer else 0,
+            finished=None if reason == "handoff" else reason,
+        )
+        self.machine.offers.first(first, now)
+
+    def take_over(self, request: Request) -> bool:
+        """Let a request's offer take over the pages and the lock that it gives up; returns whether it has."""
+        if request.handoff is None or request.handoff.part != "prefill":
+            return False
+        assert request.node is not None
+        hold = HeldPages(list(request.pages), request.num_inserted, request.node)
+        return self.machine.offers.take_over(request.handoff.id, hold)
+
+    def retracted(self, request: Request, now: float) -> None:
+        """Note that the request has given up its KV, and waits."""
+        if request.handoff is not None and request.handoff.part == "prefill":
+            self.machine.offers.retracted(request.handoff.id, now)
+
+    def ended(self, request: Request, now: float) -> None:
+        """Note that the request has ended."""
+        if request.handoff is not None and request.handoff.part == "prefill":
+            self.machine.offers.request_ended(request.handoff.id, now)
+        elif request.handoff is not None:
+            self.machine.leases.cancel(request.handoff.id, now)
+
+    def want_memory_back(self, now: float) -> None:
+        """Free all pages of offers and leases, each as soon as no push reads or writes it any more."""
+        self.machine.offers.withdraw_all(now)
+        self.machine.leases.take_back_all("memory", now)
+
+    def committed(self, old: KVIdentity, new: KVIdentity) -> None:
+        """Note that other weights are served."""
+        self.machine.offers.committed(new)
+        self.machine.leases.committed(old, new)
+
+    def counters(self) -> HandoverCounters:
+        """Returns what has been done, and the numbers of offers and leases by state."""
+        totals, machine = self._totals, self.machine
+        totals.offers = Counter(offer.state.name.lower() for offer in machine.offers)
+        totals.leases = Counter(lease.state.name.lower() for lease in machine.leases)
+        totals.num_sent = machine.offers.num_sent
+        if self._scheduler.config.role == "prefill":
+            totals.num_pages = machine.offers.num_pages_sent
+        return totals
+
+    # --- what it owns ---
+
+    def holds(self) -> Iterator[tuple[str, HeldPages]]:
+        """Yields what offers and leases own, with the owner's name."""
+        for offer, hold in self.machine.offers.holds():
+            yield f"offer {offer.handoff}", hold
+        for lease, hold in self.machine.leases.holds():
+            yield f"lease {lease.number} of handoff {lease.handoff}", hold
+
+    @property
+    def num_leaving(self) -> int:
+        """Pages that are wanted back, but that other workers or pushes may still use."""
+        offers = (hold for offer in self.machine.offers for hold in offer.draining)
+        leases = (lease.hold for lease in self.machine.leases.leaving.values() if lease.hold is not None)
+        return sum(len(hold.own_pages) for hold in (*offers, *leases))
+
+    @property
+    def owns_pages(self) -> bool:
+        """Whether an offer or a lease owns pages or a lock."""
+        return any(True for _ in self.holds())
+
+    @property
+    def frees_pages(self) -> bool:
+        """Whether an offer or a lease owns pages that are freed before a known deadline."""
+        leases = (each for each, _ in self.machine.leases.holds())
+        return any(True for _ in self.machine.offers.holds()) or any(
+            lease.state is not LeaseState.QUARANTINED for lease in leases
+        )
+
+    @property
+    def has_lost_pages(self) -> bool:
+        """Whether all pages that offers and leases own are of leases whose last word is long overdue."""
+        leases = [lease for lease, _ in self.machine.leases.holds()]
+        is_late = all(self._scheduler.now >= lease.left_at + LOST_S for lease in leases)
+        return bool(leases) and is_late and not any(True for _ in self.machine.offers.holds())
+
+    def fail_without_pages(self, request: Request) -> None:
+        """End a request that needs pages of such leases: it might wait for ever."""
+        s = self._scheduler
+        lost = {lease.address for lease, _ in self.machine.leases.holds()}
+        text = (
+            f"request {request.rid} needs KV pages that a lost prefill engine may still write to "
+            f"({', '.join(sorted(lost))}); send it again, and stop that engine if it hangs"
+        )
+        finished = s.end(request, "error", message=text, error=errors.KVCapacityLostError)
+        self.replies.append(s.output(finished=[finished]))
+
+    @property
+    def num_places(self) -> int:
+        """The number of request slots that leases keep."""
+        return self.machine.leases.num_places
+
+    # --- adoption ---
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a request can be adopted."""
+        return bool(self.machine.leases.landed)
+
+    def adopt(self, now: float) -> None:
+        """Let each request whose KV has landed decode; KV of other weights is computed again here."""
+        for lease in self.machine.leases.landed:
+            request, fits = self.awaiting[lease.rid], _fits(lease, self._scheduler.kv_identity)
+            if fits is None:
+                self.machine.leases.cancel(lease.handoff, now, why="version")
+                self._compute(request, "version")
+                continue
+            self.machine.leases.adopted(lease.handoff, now)
+            assert lease.hold is not None
+            self._totals.num_pages += len(lease.hold.own_pages)
+            self._totals.adopt_s += now - request.first_at
+            self.start_decode(request, lease.hold, kv_epoch=self._scheduler.kv_epoch if fits else -1)
+            lease.hold = None
+            self._totals.num_adopted += 1
+
+    def start_decode(self, request: Request, hold: HeldPages, *, kv_epoch: int) -> None:
+        """Let a request decode with pages that hold the KV of all its tokens but the last."""
+        s = self._scheduler
+        s.leave(request, DECODE)
+        s.running[request.rid] = request
+        request.slot = s.resources.free_slots.pop()
+        request.pages, request.num_inserted, request.node = hold.pages, hold.num_shared, hold.node
+        request.capacity = len(hold.pages) * s.limits.page_size
+        request.launched = len(request.tokens) - 1  # the first token has no KV yet
+        request.outputs_launched = request.num_outputs
+        request.kv_epoch = kv_epoch
+        self.unplanned.append(request)
+
+    def announce(self, step: Step) -> None:
+        """Tell the device about adopted requests."""
+        for request in self.unplanned:
+            step.plan.new_slots.append(
+                NewSlot(request.slot, pack_ids(request.tokens), request.prompt_len, request.params)
+            )
+            step.plan.pages.append((request.slot, 0, list(request.pages)))
+
+    def share(self) -> None:
+        """Insert the pages of requests that have just been announced into the prefix cache."""
+        adopted, self.unplanned = self.unplanned, []
+        for request in adopted:
+            self._scheduler.insert_pages(request, request.launched)
+
+    def forget(self, request: Request) -> None:
+        """Note that a request leaves the batch: if no plan has told the device about it yet, none will."""
+        if request in self.unplanned:
+            self.unplanned.remove(request)
+
+    def grant(self, now: float) -> None:
+        """Grant pages to leases that wait for them, if there are enough."""
+        self.machine.leases.grant_all(now)
+
+    # --- the port of the machine ---
+
+    def pages(self, rid: str) -> Sequence[int]:
+        """Returns the pages of a running request."""
+        return self._scheduler.running[rid].pages
+
+    def release(self, hold: HeldPages) -> None:
+        """Give back pages and a lock, once no step in flight uses them."""
+        self._scheduler.free_later(pages=hold.own_pages, node=hold.node)
+
+    def take(self, rid: str) -> HeldPages | None:
+        """Take pages for a request's prompt; as in an admission, a reserve must stay available.
+
+        What all leases own and what the longest running request may need must fit the pool together, so that
+        this request can always go on, if need be alone.
+        """
+        s, request = self._scheduler, self.awaiting[rid]
+        size, resources = s.limits.page_size, s.resources
+        if len(resources.free_slots) <= self.num_places:
+            return None
+        num_tokens = request.prompt_len + request.num_given
+        node = resources.prefix.root(s.kv_epoch)
+        if not s.config.disable_prefix_cache:
+            node = resources.prefix.match(s.kv_epoch, request.tokens, num_tokens)
+        resources.prefix.lock(node)  # before counting: pages that it shares cannot be evicted for it
+        shared = resources.prefix.pages(node)
+        needed = ceil_div(num_tokens, size) - len(shared)
+        alone = not s.running and not resources.pending_free and not self.frees_pages
+        reserve = 0 if alone else s.reserve(request)
+        leased = sum(len(hold.own_pages) for _, hold in self.machine.leases.holds())
+        longest = max((ceil_div(r.prompt_len + r.most_outputs, size) for r in s.running.values()), default=0)
+        if needed + reserve > resources.num_available or leased + needed + longest > s.limits.num_pages:
+            resources.prefix.unlock(node)
+            return None
+        return HeldPages(shared + resources.take_pages(needed), len(shared), node)
+
+    def take_first(self, rid: str, first: First, logprobs: list[TokenLogprob]) -> None:
+        """Give a request its first token, and report it to the frontend."""
+        s, request = self._scheduler, self.awaiting[rid]
+        request.add_token(first.token, first.version)
+        request.params = structs.replace(request.params, seed=first.seed)  # a client's part may have none
+        request.outputs_launched = request.num_outputs
+        request.has_begun, request.first_at = True, s.now
+        request.cached_tokens = first.cached_tokens
+        if request.owes_prompt_logprobs:
+            request.prompt_logprobs_next = request.prompt_len
+        reason = request.end_by_output() or first.finished
+        finished = [] if reason is None else [s.end(request, reason)]
+        self.replies.append(
+            s.output(
+                rids=[rid],
+                tokens=[first.token],
+                finished=finished,
+                logprobs={} if first.logprob is None else {rid: first.logprob},
+                prompt_logprobs={rid: logprobs} if logprobs else {},
+            )
+        )
+
+    def give_up(self, rid: str, reason: GoneReason, message: str) -> None:
+        """The KV of a request will not come: it computes the prompt itself, or fails.
+
+        It has to fail if another worker answers the client too and this one does not know the first token,
+        because the client may have that token already.
+        """
+        request = self.awaiting[rid]
+        assert request.handoff is not None
+        if request.num_outputs > request.num_given or request.handoff.whole:
+            self._compute(request, reason)
+            return
+        self._totals.failed[reason] = self._totals.failed.get(reason, 0) + 1
+        why = f"{message or reason}; send it again"
+        text = f"the KV of request {rid} will not come from {request.handoff.peer}: {why}"
+        s = self._scheduler
+        finished = s.end(request, "error", message=text, error=errors.HandoverError)
+        self.replies.append(s.output(finished=[finished]))
+
+    def _compute(self, request: Request, reason: GoneReason | RevokeReason) -> None:
+        """Let a request compute its prompt here, like one that was retracted."""
+        self._totals.recomputed[reason] = self._totals.recomputed.get(reason, 0) + 1
+        request.has_begun = True
+        self._scheduler.leave(request, WAITING)
+        self._scheduler.enqueue(request)
+
+
+def _fits(lease: Lease, here: KVIdentity) -> bool | None:
+    """Returns whether KV that has landed may be used and shared.
+
+    True: it may go into the prefix cache too. False: only its own request may use it. None: nobody may.
+
+    Its own request may use the KV of two versions if one was committed in place while the KV was computed or
+    on its way: a request that runs during such a commit has the KV of both, too.
+    """
+    sent = lease.sent
+    assert sent is not None
+    identities = {here, *sent.identities, *(identity for commit in lease.commits for identity in commit)}
+    if len(identities) == 1:
+        return True
+    in_place = len(sent.identities) > 1 or bool(lease.commits)
+    return False if in_place and len(identities) == 2 else None

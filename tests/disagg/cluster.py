@@ -1,0 +1,601 @@
+"""Prefill and decode workers in one process, with connections and transfers that a test delays and breaks.
+
+Each worker is a pure scheduler with a fake device that remembers, for each KV position, a hash of its whole
+prefix (see `tests.scheduler.simulation`). Pushed pages are copied between the devices' memories one by one,
+at any time until the push has ended. Each page that is written or read by a push must have the right owner
+at that moment, and each request's output must be that of the fake model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from segue.disagg.lease import LeaseState
+from segue.disagg.offer import HeldPages
+from segue.messages.control import PauseMode
+from segue.messages.kv import (
+    BanWriters,
+    ConnectPeer,
+    DisconnectPeer,
+    Hello,
+    KVIdentity,
+    KVMessage,
+    PushEnded,
+    PushPages,
+    WritersGone,
+)
+from segue.messages.requests import Abort, AddRequest, Finished, Handoff, Rejected, SamplingParams, pack_ids
+from segue.messages.steps import StepPlan, StepResult
+from segue.scheduler.invariants import find_problems
+from segue.scheduler.request import Request
+from tests.scheduler.simulation import FakeDevice, Simulation
+
+VERSIONS_MAY_MIX = -1  # the epoch of a request that may read KV of the version before its own
+
+
+class Device(FakeDevice):
+    """A device whose memory other workers write, and that knows when each page was written last."""
+
+    sim: Worker
+
+    def launch(self, plan: StepPlan, version: str) -> StepResult:
+        """Run a step, and note which pages it writes."""
+        result = super().launch(plan, version)
+        for index, slot in enumerate(plan.slots):
+            size, table = self.limits.page_size, self.tables[slot]
+            for position in range(plan.starts[index], plan.starts[index] + plan.lens[index]):
+                self.sim.written[table[position // size]] = plan.step
+        return result
+
+    def check_version(self, slot: int, version: str) -> None:
+        """Assert that a request reads KV of its weights, or of those that these have replaced in place."""
+        (request,) = (r for r in self.sim.scheduler.running.values() if r.slot == slot)
+        oldest = int(self.born[slot])
+        if request.kv_epoch == VERSIONS_MAY_MIX:
+            oldest = self.sim.adopted_at[request.rid] - 1
+        assert int(version) >= oldest, "KV of old weights was shared"
+
+
+@dataclass
+class Push:
+    """A push that runs in a prefill worker."""
+
+    command: PushPages
+    num_written: int = 0
+
+
+class Worker(Simulation):
+    """One worker: its scheduler, its device, and the pushes that it runs."""
+
+    def __init__(self, name: str, work: str, incarnation: str, **limits: int) -> None:
+        super().__init__(**limits)
+        self.name, self.work, self.incarnation = name, work, incarnation
+        self.device = Device(self.limits)
+        self.device.sim = self
+        self.machine = self.scheduler.handover.machine
+        self.written: dict[int, int] = {}  # page -> the last step that wrote to it
+        self.applied = 0  # the last step whose result was read
+        self.pushes: list[Push] = []
+        self.connected: set[str] = set()  # sessions whose memory is open
+        self.banned: set[str] = set()  # sessions that nobody may write for any more
+        self.unproven: set[str] = set()  # those of them for which somebody may still write
+        self.wants_commit: str | None = None  # the version that is to be committed
+        self.errors: dict[str, str] = {}
+        self.adopted_at: dict[str, int] = {}  # rid -> the epoch of the weights
+        adopt = self.scheduler.handover.start_decode
+
+        def note(request: Request, hold: HeldPages, *, kv_epoch: int) -> None:
+            self.adopted_at[request.rid] = self.scheduler.kv_epoch
+            adopt(request, hold, kv_epoch=kv_epoch)
+
+        self.scheduler.handover.start_decode = note  # type: ignore[method-assign]
+
+    def start(self, rid: str, prompt: list[int], params: SamplingParams, handoff: Handoff | None) -> bool:
+        """Send a request; returns whether it was accepted."""
+        self.scheduler.now = self.now
+        message = AddRequest(rid=rid, prompt=pack_ids(prompt), params=params, handoff=handoff)
+        answer = self.scheduler.add(message, self.now)
+        if isinstance(answer, Rejected):
+            return False
+        self.prompts[rid], self.params[rid] = prompt, params
+        self.num_known[rid], self.prompt_logprobs[rid] = 0, []
+        self.outputs.setdefault(rid, [])
+        self.end([answer] if answer else [])
+        return True
+
+    def abort(self, rid: str) -> None:
+        """Abort a request."""
+        self.scheduler.now = self.now
+        self.end(self.scheduler.abort(Abort(rid)))
+
+    def apply(self):  # type: ignore[no-untyped-def]
+        """Apply the oldest result."""
+        self.applied = self.scheduler.in_flight[0].plan.step
+        return super().apply()
+
+    def take_replies(self) -> None:
+        """Take the outputs that handing over has for the frontend."""
+        replies, self.scheduler.handover.replies = self.scheduler.handover.replies, []
+        for output in replies:
+            for rid, token in zip(output.rids, output.tokens, strict=True):
+                assert rid not in self.finished, "a token after the end"
+                self.outputs[rid].append(token)
+            for rid, logprobs in output.prompt_logprobs.items():
+                self.prompt_logprobs[rid] += [entry.token for entry in logprobs]
+            self.end(output.finished)
+
+    def end(self, finished: list[Finished]) -> None:
+        """Note ends."""
+        super().end(finished)
+        self.errors |= {item.rid: item.error for item in finished if item.error is not None}
+
+    def hello(self) -> Hello:
+        """Returns the first message on each connection."""
+        return Hello(
+            engine_id=self.name,
+            incarnation=self.incarnation,
+            boot_id="",
+            work=[self.work],  # type: ignore[list-item]
+            model="",
+            tokenizer="",
+            dtype="",
+            layers=1,
+            kv_heads=1,
+            head_dim=1,
+            page_size=self.limits.page_size,
+            tp=1,
+            num_pages=self.limits.num_pages,
+            max_seq_len=self.limits.max_seq_len,
+            deterministic=False,
+            numerics="",
+            identity=KVIdentity("0", 0),
+            ranks=[],
+            nonce=bytes(32),
+        )
+
+    def check_memory(self) -> None:
+        """Assert that every page, slot and lock has one owner."""
+        problems = find_problems(self.scheduler)
+        assert problems == [], problems
+
+
+@dataclass
+class Connection:
+    """A connection: messages in order in each direction, until it is closed."""
+
+    number: int
+    ends: tuple[Worker, Worker]  # the worker that opened it, and the one that accepted it
+    queues: tuple[deque[KVMessage], deque[KVMessage]] = field(
+        default_factory=lambda: (deque(), deque())
+    )  # to end
+    is_cut: bool = False
+    told: list[bool] = field(default_factory=lambda: [False, False])  # which ends know that it is cut
+
+
+class Cluster:
+    """Workers, connections and the router's bookkeeping of requests."""
+
+    def __init__(self, random: Random, num_prefill: int = 1, num_decode: int = 2) -> None:
+        self.random = random
+        self.now = 0.0
+        self.sizes = {
+            "page_size": random.choice([1, 2, 4]),
+            "max_running_requests": random.choice([2, 4]),
+            "chunked_prefill_size": random.choice([3, 8, 16]),
+            "num_pages": random.choice([40, 64]),
+            "max_seq_len": 40,
+        }
+        self.prefix = random.random() < 0.7
+        self.workers: dict[str, Worker] = {}
+        self.num_incarnations = 0
+        self.connections: list[Connection] = []
+        self.num_connections = 0
+        self.sessions: dict[str, tuple[Worker, Worker]] = {}  # the decode worker and the prefill worker
+        self.num_requests = 0
+        self.version = 0
+        self.ended: dict[str, int] = {}
+        self.handoffs: dict[str, tuple[int, list[int], SamplingParams, str]] = {}  # rid -> …, prefill worker
+        for index in range(num_prefill):
+            self.spawn(f"p{index}", "prefill")
+        for index in range(num_decode):
+            self.spawn(f"d{index}", "decode")
+
+    def spawn(self, name: str, work: str) -> Worker:
+        """Start a worker, or another one in a dead one's place."""
+        self.num_incarnations += 1
+        options: dict[str, int] = dict(self.sizes)
+        if not self.prefix:
+            options["disable_prefix_cache"] = True
+        worker = self.workers[name] = Worker(name, work, f"{name}#{self.num_incarnations}", **options)
+        worker.now = self.now
+        worker.scheduler.now = self.now
+        for number in range(1, self.version + 1):  # it starts with the weights that are served now
+            worker.scheduler.commit(str(number), flush_cache=False)
+        return worker
+
+    @property
+    def prefills(self) -> list[Worker]:
+        """The live prefill workers."""
+        return [worker for worker in self.workers.values() if worker.work == "prefill"]
+
+    @property
+    def decodes(self) -> list[Worker]:
+        """The live decode workers."""
+        return [worker for worker in self.workers.values() if worker.work == "decode"]
+
+    # --- what the network does ---
+
+    def flush(self, worker: Worker) -> None:
+        """Carry out what a worker wants: messages, connections, and commands to its transport."""
+        worker.take_replies()
+        peers = worker.machine.peers
+        for number, message in peers.messages:
+            for connection in self.connections:
+                if connection.number == number and not connection.is_cut:
+                    connection.queues[connection.ends[0] is worker].append(message)
+        for number, reason in peers.closes:
+            assert any(word in reason for word in ("stuck", "Sent nor Gone", "another connection", "dead")), (
+                reason
+            )
+            for connection in [each for each in self.connections if each.number == number]:
+                self.cut(connection)
+        commands, peers.commands = peers.commands, []
+        for command in commands:
+            match command:
+                case ConnectPeer():
+                    worker.connected.add(command.session)
+                case DisconnectPeer():
+                    worker.connected.discard(command.session)
+                case BanWriters():
+                    worker.banned.add(command.session)
+                    worker.unproven.add(command.session)
+                case PushPages():
+                    worker.pushes.append(Push(command))
+        connects, peers.connects = peers.connects, []
+        peers.messages, peers.closes = [], []
+        for address in connects:
+            self.connect(worker, address)
+
+    def connect(self, worker: Worker, address: str) -> None:
+        """Open a connection from a worker to an address."""
+        other = self.workers.get(address)
+        if other is None:
+            worker.machine.on_unreachable(address, self.now)
+            self.flush(worker)
+            return
+        self.num_connections += 1
+        connection = Connection(self.num_connections, (worker, other))
+        self.connections.append(connection)
+        session = f"s{connection.number}"
+        self.sessions[session] = worker, other
+        other.machine.on_opened(connection.number, session, None, worker.hello(), "fake", self.now)
+        worker.machine.on_opened(connection.number, session, address, other.hello(), "fake", self.now)
+        self.flush(other)
+        self.flush(worker)
+
+    def deliver(self, connection: Connection, to: int) -> None:
+        """Deliver the oldest message to one end; after the last one, the end of a cut connection."""
+        worker, queue = connection.ends[to], connection.queues[to]
+        if self.workers.get(worker.name) is not worker:
+            connection.told[to] = True
+        elif queue:
+            worker.machine.on_message(connection.number, queue.popleft(), self.now)
+            self.flush(worker)
+        elif connection.is_cut and not connection.told[to]:
+            connection.told[to] = True
+            worker.machine.on_closed(connection.number, self.now)
+            self.flush(worker)
+        if all(connection.told) and not any(connection.queues):
+            self.connections = [each for each in self.connections if each is not connection]
+
+    def cut(self, connection: Connection) -> None:
+        """Cut a connection: a part of what is under way still arrives."""
+        connection.is_cut = True
+        for queue in connection.queues:
+            for _ in range(self.random.randint(0, len(queue))):
+                queue.pop()
+
+    def pending(self) -> list[tuple[Connection, int]]:
+        """Returns the ends of connections that something can be delivered to."""
+        return [
+            (connection, to)
+            for connection in self.connections
+            for to in (0, 1)
+            if connection.queues[to] or (connection.is_cut and not connection.told[to])
+        ]
+
+    # --- what the transport does ---
+
+    def movable(self) -> list[tuple[Worker, Push]]:
+        """Returns the pushes that may go on: the step that they wait for has ended."""
+        return [
+            (worker, push)
+            for worker in self.prefills
+            for push in worker.pushes
+            if push.command.after_step <= worker.applied
+        ]
+
+    def move(self, worker: Worker, push: Push, *, fails: bool = False) -> None:
+        """Write one page of a push, or end it; after a failure nothing is written any more."""
+        command = push.command
+        target = self.sessions[command.session][0]
+        if (
+            fails
+            or self.workers.get(target.name) is not target
+            or (command.session in target.banned and command.session not in target.unproven)
+        ):
+            worker.pushes.remove(push)
+            worker.machine.on_rank(PushEnded(ticket=command.ticket, error="it failed"), self.now)
+        elif push.num_written < len(command.sources):
+            self.write(worker, target, command, push.num_written)
+            push.num_written += 1
+        else:
+            worker.pushes.remove(push)
+            worker.machine.on_rank(PushEnded(ticket=command.ticket), self.now)
+        self.flush(worker)
+
+    def write(self, source: Worker, target: Worker, command: PushPages, index: int) -> None:
+        """Copy one page, after asserting that each side still owns its page."""
+        page, to = command.sources[index], command.targets[index]
+        assert source.written.get(page, 0) <= command.after_step, "a page is pushed before it is computed"
+        assert not source.scheduler.resources.is_free(page), f"page {page} is pushed, but free"
+        owners = [
+            lease
+            for lease, hold in target.machine.leases.holds()
+            if to in hold.own_pages and lease.session == command.session
+        ]
+        assert len(owners) == 1, f"page {to} of {target.name} is written, but no lease of this peer has it"
+        assert owners[0].state is not LeaseState.LANDED, "a page is written after Sent"
+        for offset in range(self.sizes["page_size"]):
+            if (entry := source.device.kv.get((page, offset))) is not None:
+                target.device.kv[to, offset] = entry
+            else:
+                target.device.kv.pop((to, offset), None)
+
+    # --- what clients and operators do, and what fails ---
+
+    def request(self) -> None:
+        """A client's request is split between a prefill and a decode worker; their legs come in any order."""
+        self.num_requests += 1
+        rid = f"r{self.num_requests}"
+        stem = self.random.choice([[7] * 30, list(range(30)), [1, 2]])
+        prompt = stem[: self.random.randint(1, 28)] + self.random.choices(
+            range(50), k=self.random.randint(0, 3)
+        )
+        params = SamplingParams(
+            max_new_tokens=self.random.choice([1, 2, 5, 9]),
+            seed=self.random.randint(0, 3),
+            stop_token_ids=tuple(self.random.sample(range(50), self.random.choice([0, 4]))),
+            prompt_logprobs_start=self.random.choice([-1, -1, 0, 3]),
+        )
+        source = self.random.choice(self.prefills)
+        self.handoffs[rid] = self.num_requests, prompt, params, source.name
+        self.prefill_leg(rid)
+        self.decode_leg(rid, self.random.choice(self.decodes))
+
+    def prefill_leg(self, rid: str) -> None:
+        """Send the prefill leg to its worker."""
+        number, prompt, params, name = self.handoffs[rid]
+        worker = self.workers[name]
+        worker.start(rid, prompt, params, Handoff(id=number, part="prefill"))
+        self.flush(worker)
+
+    def decode_leg(self, rid: str, worker: Worker) -> None:
+        """Send the decode leg to a worker."""
+        number, prompt, params, name = self.handoffs[rid]
+        whole = self.random.random() < 0.3
+        handoff = Handoff(id=number, part="decode", peer=name, whole=whole)
+        worker.start(rid, prompt, params, handoff)
+        self.flush(worker)
+
+    def live(self) -> list[tuple[Worker, str]]:
+        """Returns all legs that have not ended."""
+        return [(worker, rid) for worker in self.workers.values() for rid in worker.scheduler.requests]
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker; another one takes its place. Its connections and transfers end at any point."""
+        for connection in self.connections:
+            if worker in connection.ends:
+                connection.told[connection.ends.index(worker)] = True
+                connection.queues[connection.ends.index(worker)].clear()
+                self.cut(connection)
+        del self.workers[worker.name]
+        lost = [rid for rid in worker.scheduler.requests if worker.work == "decode"]
+        self.spawn(worker.name, worker.work)
+        for rid in lost:  # the router sends a lost decode leg to another worker
+            self.decode_leg(rid, self.random.choice([each for each in self.decodes]))
+
+    def silent(self) -> list[tuple[Worker, str]]:
+        """Returns the sessions that a decode worker's transport can prove to have no writer any more."""
+        found = []
+        for worker in self.decodes:
+            for session in sorted(worker.unproven):
+                source = self.sessions[session][1]
+                is_dead = self.workers.get(source.name) is not source
+                if is_dead or not any(push.command.session == session for push in source.pushes):
+                    found.append((worker, session))
+        return found
+
+    def prove(self, worker: Worker, session: str) -> None:
+        """A decode worker's transport reports that a session has no writer any more."""
+        worker.unproven.remove(session)
+        worker.machine.on_rank(WritersGone(session=session), self.now)
+        self.flush(worker)
+
+    def new_weights(self, mode: PauseMode) -> None:
+        """All workers get new weights, each when it is ready."""
+        if any(worker.wants_commit for worker in self.workers.values()):
+            return
+        self.version += 1
+        for worker in self.workers.values():
+            worker.wants_commit = str(self.version)
+            worker.scheduler.hold(mode)
+            self.advance(worker)
+
+    def pause(self, worker: Worker, mode: PauseMode) -> None:
+        """The operator pauses a worker."""
+        worker.scheduler.control.hold("user", mode)
+        self.advance(worker)
+
+    def advance(self, worker: Worker) -> None:
+        """Let pauses and commits go on, and apply what is due."""
+        worker.now = worker.scheduler.now = self.now
+        for reply in worker.scheduler.control.advance(self.now):
+            worker.end(getattr(reply, "finished", []))
+        if worker.wants_commit is not None and worker.scheduler.stands_still:
+            flush = worker.scheduler.control.holders["weight_commit"] == "retract"
+            worker.scheduler.commit(worker.wants_commit, flush_cache=flush)
+            worker.wants_commit = None
+            worker.scheduler.release()
+            for reply in worker.scheduler.control.advance(self.now):
+                worker.end(getattr(reply, "finished", []))
+        worker.machine.advance(self.now)
+        self.flush(worker)
+
+    def step(self, worker: Worker) -> None:
+        """Launch a step or read the oldest result."""
+        worker.now = worker.scheduler.now = self.now
+        if len(worker.results) == 2 or (worker.results and self.random.random() < 0.5):
+            worker.apply()
+        else:
+            worker.launch()
+        self.flush(worker)
+        self.advance(worker)
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock of all workers."""
+        self.now += seconds
+        for worker in list(self.workers.values()):
+            self.advance(worker)
+
+    # --- a run ---
+
+    def act(self, *, faults: bool = True) -> None:
+        """Do one random thing."""
+        random = self.random
+        kinds = ["step"] * 10 + ["deliver"] * 10 + ["move"] * 6 + ["request"] * 3 + ["time"] * 2
+        if faults:
+            kinds += [
+                "abort",
+                "fail",
+                "cut",
+                "kill",
+                "dead",
+                "dead",
+                "weights",
+                "pause",
+                "continue",
+                "continue",
+            ]
+        match random.choice(kinds):
+            case "step":
+                self.step(random.choice(list(self.workers.values())))
+            case "deliver":
+                if pending := self.pending():
+                    self.deliver(*random.choice(pending))
+            case "move":
+                if movable := self.movable():
+                    self.move(*random.choice(movable))
+            case "request":
+                self.request()
+            case "time":
+                self.pass_time(random.choice([0.01, 0.5, 0.5, 3.0, 11.0]))
+            case "abort":
+                if live := self.live():
+                    worker, rid = random.choice(live)
+                    worker.abort(rid)
+                    self.flush(worker)
+            case "fail":
+                if movable := self.movable():
+                    self.move(*random.choice(movable), fails=True)
+            case "cut":
+                if self.connections and random.random() < 0.5:
+                    self.cut(random.choice(self.connections))
+            case "kill":
+                if random.random() < 0.4:
+                    self.kill(random.choice(list(self.workers.values())))
+            case "dead":
+                if silent := self.silent():
+                    self.prove(*random.choice(silent))
+            case "weights":
+                self.new_weights(random.choice(["in_place", "retract"]))
+            case "pause":
+                if random.random() < 0.5:
+                    self.pause(
+                        random.choice(list(self.workers.values())),
+                        random.choice(["wait", "in_place", "retract", "abort"]),
+                    )
+            case "continue":
+                worker = random.choice(list(self.workers.values()))
+                worker.scheduler.control.release("user")
+                self.advance(worker)
+        self.check()
+
+    def check(self) -> None:
+        """Assert what must hold at any time."""
+        for worker in self.workers.values():
+            worker.check_memory()
+            for rid, output in worker.outputs.items():
+                assert output == worker.expected(rid)[: len(output)], f"{rid} on {worker.name}"
+
+    def settle(self) -> None:
+        """Let everything that is under way end without further faults, and assert that nothing is left."""
+        for worker in self.workers.values():
+            while worker.results:
+                worker.apply()
+            worker.scheduler.control.release("user")
+            self.advance(worker)
+        for turn in range(500):
+            moved = False
+            for worker, session in self.silent():
+                self.prove(worker, session)
+            for worker in list(self.workers.values()):
+                for _ in range(4):
+                    moved |= worker.launch() is not None
+                    while worker.results:
+                        worker.apply()
+                    self.flush(worker)
+                    self.advance(worker)
+            while pending := self.pending():
+                self.deliver(*pending[0])
+                moved = True
+            while movable := self.movable():
+                self.move(*movable[0])
+                moved = True
+            if not moved:
+                if not self.live() and not self.left():
+                    break
+                self.pass_time(1.0)
+                assert turn < 450, f"after {self.now} s there are {self.live()} and {self.left()}"
+        self.check()
+        for worker in self.workers.values():
+            self.check_ends(worker)
+
+    def left(self) -> list[str]:
+        """Returns what offers and leases still own."""
+        return [
+            f"{worker.name}: {name}"
+            for worker in self.workers.values()
+            for name, _ in worker.scheduler.handover.holds()
+        ]
+
+    def check_ends(self, worker: Worker) -> None:
+        """Assert that every request has ended as it should, and that all pages are free or cached."""
+        resources = worker.scheduler.resources
+        assert len(resources.free_pages) + resources.prefix.num_pages == worker.limits.num_pages
+        assert resources.prefix.num_evictable == resources.prefix.num_pages
+        assert len(worker.pushes) == 0
+        for rid, finished in worker.finished.items():
+            expected, output = worker.expected(rid), worker.outputs[rid]
+            match finished.reason:
+                case "handoff":
+                    assert output == expected[:1] and len(expected) > 1
+                case "length" | "stop":
+                    assert output == expected
+                case "error":
+                    assert finished.error == "HandoverError" and output == []
+            first = worker.params[rid].prompt_logprobs_start
+            if first >= 0 and finished.reason in ("length", "stop", "handoff"):
+                assert worker.prompt_logprobs[rid] == worker.prompts[rid][max(1, first) :], rid

@@ -1,0 +1,535 @@
+"""Leases, one event at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segue.disagg.lease import RECONNECT_S, SILENT_S, STUCK_S, LeaseEvent, LeaseState
+from segue.disagg.lease_machine import LEASE
+from segue.disagg.peers import ProtocolViolation
+from segue.messages.kv import Claim, Grant, KVIdentity, PromptLogprobs, Pushed, Revoke
+from segue.messages.requests import TokenLogprob, pack_ids
+from tests.disagg.sides import ADDRESS, HASH, NUM_TOKENS, V1, DecodeSide
+
+# Events that cannot happen in a state, and why.
+NO_LEASE = "the prefill worker has not begun a lease, and what it says of one is ignored or a violation"
+NO_PAGES = "it has no pages"
+NOT_SENT = "what comes in this state is refused by `Leases.on_sent`"
+NOT_LEFT = "it is the lease of a request that awaits its KV: another one has `LINK_BACK`"
+NO_WRITERS = "`WRITERS_GONE` is for leases that have left their request"
+NO_REQUEST = "it has left its request"
+NO_LINK = "no connection is open, over which it could come or which could be lost"
+IMPOSSIBLE = {
+    "CLAIMED": {
+        "ROOM": NO_LEASE,
+        "SENT": NOT_SENT,
+        "GONE_AGAIN": NO_LEASE,
+        "SILENT": "nobody waits for progress",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+        "ADOPTED": NO_PAGES,
+    },
+    "QUEUED": {
+        "RESERVE": "a second one is refused by `Leases.on_reserve`",
+        "SENT": NOT_SENT,
+        "SILENT": "the prefill worker's clock counts",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+        "ADOPTED": NO_PAGES,
+    },
+    "GRANTED": {
+        "RESERVE": "a second one is refused by `Leases.on_reserve`",
+        "ROOM": "it has pages",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+        "ADOPTED": "its pages are not all written",
+    },
+    "LANDED": {
+        "RESERVE": "a second one is refused by `Leases.on_reserve`",
+        "ROOM": "it has pages",
+        "SENT": NOT_SENT,
+        "GONE": "it is ignored by `Leases.on_gone`",
+        "GONE_AGAIN": "it is ignored by `Leases.on_gone`",
+        "SILENT": "nothing more has to come",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+    },
+    "REVOKED": {
+        "RESERVE": NO_REQUEST,
+        "ROOM": NO_REQUEST,
+        "UNWANTED": NO_REQUEST,
+        "WANTED_BACK": NO_REQUEST,
+        "LINK_BACK": "a connection that another one replaces is lost first",
+        "ADOPTED": NO_REQUEST,
+    },
+    "QUARANTINED": {
+        "RESERVE": NO_REQUEST,
+        "ROOM": NO_REQUEST,
+        "SENT": NO_LINK,
+        "GONE": NO_LINK,
+        "GONE_AGAIN": NO_LINK,
+        "UNWANTED": NO_REQUEST,
+        "WANTED_BACK": NO_REQUEST,
+        "SILENT": "nothing can come",
+        "LINK_LOST": NO_LINK,
+        "ADOPTED": NO_REQUEST,
+    },
+}
+S = LeaseState
+
+
+@pytest.fixture
+def side() -> DecodeSide:
+    return DecodeSide()
+
+
+def test_every_event_has_a_row_in_every_state_or_cannot_happen() -> None:
+    for state in set(LeaseState) - {LeaseState.ENDED}:
+        rows = {event.name for event in LEASE[state]}
+        assert rows & set(IMPOSSIBLE[state.name]) == set()
+        assert rows | set(IMPOSSIBLE[state.name]) == {event.name for event in LeaseEvent}, state
+
+
+# --- claims ---
+
+
+def test_a_request_claims_its_kv(side: DecodeSide) -> None:
+    side.claim()
+    assert side.sent("p0") == [Claim(handoff=1, rid="r1", num_tokens=NUM_TOKENS, prompt_hash=HASH)]
+
+
+def test_a_claim_waits_for_its_connection(side: DecodeSide) -> None:
+    side.cut()
+    side.claim()
+    assert side.peers.connects == [ADDRESS]
+    side.connect()
+    assert [type(message) for message in side.sent("p0")] == [Claim]
+
+
+def test_a_prefill_worker_that_cannot_be_reached(side: DecodeSide) -> None:
+    side.cut()
+    side.claim()
+    side.leases.unreachable(ADDRESS, 0.0)
+    assert side.port.given_up == [("r1", "link")] and side.state == "ENDED"
+    assert side.leases.active == {}
+
+
+def test_a_suspect_prefill_worker_is_not_asked(side: DecodeSide) -> None:
+    side.peers.open["p0"].is_suspect = True
+    side.claim()
+    assert side.port.given_up == [("r1", "suspect")] and side.sent("p0") == []
+
+
+# --- the usual way ---
+
+
+def test_pages_are_granted_in_the_order_of_requests(side: DecodeSide) -> None:
+    side.reach(S.QUEUED)
+    second = side.new_lease(2)
+    second.order = (-1, 2)  # of a higher priority
+    side.leases.claim(second, 0.0)
+    second.number, second.state = 8, S.QUEUED
+    side.grant()
+    assert second.state is S.GRANTED and side.state == "QUEUED"
+
+
+def test_a_grant_names_the_pages_and_the_first_one_that_is_missing(side: DecodeSide) -> None:
+    side.reach(S.QUEUED)
+    side.sent("p0")
+    side.grant()
+    assert side.sent("p0") == [Grant(handoff=1, lease=7, first_page=0, pages=pack_ids([21, 22, 23]))]
+
+
+def test_without_room_nothing_is_granted(side: DecodeSide) -> None:
+    side.reach(S.QUEUED)
+    side.leases.grant_all(0.0)
+    assert side.state == "QUEUED" and side.leases.num_places == 0
+
+
+def test_a_granted_lease_keeps_a_place(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    assert side.leases.num_places == 1
+    side.leases.cancel(1, 0.0)
+    assert side.leases.num_places == 0
+
+
+def test_kv_lands_behind_the_first_token(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.first()
+    assert side.leases.landed == []
+    side.landed()
+    assert side.leases.landed == [side.lease] and side.port.firsts == ["r1"]
+    side.leases.adopted(1, 0.0)
+    assert side.leases.active == {} and side.port.home == [], "the pages are the request's"
+
+
+def test_the_first_token_is_taken_once(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.first()
+    side.first()
+    assert side.port.firsts == ["r1"]
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED, S.GRANTED])
+def test_the_first_token_may_come_at_any_time(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.first()
+    assert side.port.firsts == ["r1"] and side.lease.state is state
+
+
+def test_logprobs_of_a_prompt_come_in_parts(side: DecodeSide) -> None:
+    side.claim()
+    for part in range(2):
+        entry = TokenLogprob(part, -1.0)
+        side.leases.on_logprobs("p0", PromptLogprobs(handoff=1, part=part, entries=[entry]), 0.0)
+    side.first(parts=2)
+    assert [entry.token for entry in side.lease.logprobs] == [0, 1]
+
+
+def test_logprobs_that_come_again_replace_the_former_ones(side: DecodeSide) -> None:
+    side.claim()
+    for token in range(2):
+        entry = TokenLogprob(token, -1.0)
+        side.leases.on_logprobs("p0", PromptLogprobs(handoff=1, part=0, entries=[entry]), 0.0)
+    side.first(parts=1)
+    assert [entry.token for entry in side.lease.logprobs] == [1]
+
+
+def test_commits_under_a_granted_lease_are_noted(side: DecodeSide) -> None:
+    v2 = KVIdentity("v2", 1)
+    side.reach(S.QUEUED)
+    side.leases.committed(KVIdentity("v0", 1), V1)
+    side.grant()
+    side.leases.committed(V1, v2)
+    assert side.lease.commits == [(V1, v2)]
+
+
+# --- the prefill worker gives up ---
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED, S.GRANTED])
+def test_kv_that_does_not_come(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.gone()
+    assert side.port.given_up == [("r1", "transport")] and side.leases.active == {}
+    assert side.port.home == ([21, 22, 23] if state is S.GRANTED else [])
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.GRANTED])
+def test_kv_that_is_computed_again(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.gone(again=True)
+    assert side.state == "CLAIMED" and side.port.given_up == []
+    assert side.port.home == ([21, 22, 23] if state is S.GRANTED else [])
+    side.sent("p0")
+    side.reserve(8)
+    side.grant()
+    assert [message.lease for message in side.sent("p0")] == [8]
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.GRANTED])
+def test_a_claim_of_kv_that_is_computed_again_may_be_refused(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.gone(again=True)
+    side.gone(number=0)
+    assert side.port.given_up == [("r1", "transport")] and side.leases.active == {}
+
+
+def test_a_word_about_an_earlier_lease_is_ignored(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.gone(number=6)
+    assert side.state == "GRANTED"
+
+
+def test_a_word_behind_sent_is_ignored(side: DecodeSide) -> None:
+    side.reach(S.LANDED)
+    side.gone()
+    assert side.state == "LANDED"
+
+
+# --- the request ends, or its pages are wanted back ---
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED])
+def test_a_request_that_ends_without_pages(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.sent("p0")
+    side.leases.cancel(1, 0.0)
+    number = 7 if state is S.QUEUED else 0
+    assert side.sent("p0") == [Revoke(handoff=1, lease=number, reason="ended", final=True)]
+    assert side.state == "ENDED" and list(side.leases) == []
+
+
+def test_pages_of_an_ended_request_come_home_by_the_last_word(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.sent("p0")
+    side.leases.cancel(1, 0.0)
+    assert side.sent("p0") == [Revoke(handoff=1, lease=7, reason="ended", final=True)]
+    assert side.port.home == []
+    side.gone()
+    assert side.port.home == [21, 22, 23] and list(side.leases) == []
+
+
+@pytest.mark.parametrize("word", ["sent", "gone", "again"])
+def test_every_last_word_frees_the_pages(side: DecodeSide, word: str) -> None:
+    side.reach(S.REVOKED)
+    if word == "sent":
+        side.landed()
+    else:
+        side.gone(again=word == "again")
+    assert side.port.home == [21, 22, 23] and side.port.given_up == [] and list(side.leases) == []
+
+
+def test_a_request_that_ends_before_it_adopts(side: DecodeSide) -> None:
+    side.reach(S.LANDED)
+    side.leases.cancel(1, 0.0)
+    assert side.port.home == [21, 22, 23] and side.sent("p0") == [] and list(side.leases) == []
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED])
+def test_a_lease_without_pages_gives_none_back(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.sent("p0")
+    side.leases.take_back_all("memory", 0.0)
+    assert side.lease.state is state and side.sent("p0") == []
+
+
+def test_a_request_without_a_first_token_claims_again(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.sent("p0")
+    side.leases.take_back_all("memory", 0.0)
+    revoke, claim = side.sent("p0")
+    assert revoke == Revoke(handoff=1, lease=7, reason="memory", final=False) and isinstance(claim, Claim)
+    again = side.leases.active[1]
+    assert again is not side.lease and again.state is S.CLAIMED and side.port.home == []
+    side.gone(number=7)
+    assert side.port.home == [21, 22, 23] and side.leases.active == {1: again}
+
+
+def test_a_request_with_a_first_token_goes_on_alone(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.first()
+    side.sent("p0")
+    side.leases.take_back_all("memory", 0.0)
+    assert side.sent("p0") == [Revoke(handoff=1, lease=7, reason="memory", final=True)]
+    assert [rid for rid, _ in side.port.given_up] == ["r1"] and side.state == "REVOKED"
+
+
+def test_landed_pages_are_wanted_back(side: DecodeSide) -> None:
+    side.reach(S.LANDED)
+    side.leases.take_back_all("memory", 0.0)
+    assert side.port.home == [21, 22, 23] and [rid for rid, _ in side.port.given_up] == ["r1"]
+
+
+# --- silence ---
+
+
+@pytest.mark.parametrize("end", ["unwanted", "wanted back", "silent", "link back"])
+def test_a_revoked_lease_has_its_own_time_for_the_last_word(side: DecodeSide, end: str) -> None:
+    side.reach(S.QUARANTINED if end == "link back" else S.GRANTED)
+    match end:
+        case "unwanted":
+            side.leases.cancel(1, 20.0)
+        case "wanted back":
+            side.leases.take_back_all("memory", 20.0)
+        case "silent":
+            side.leases.expire(20.0)
+        case "link back":
+            side.connect(now=20.0)
+    assert side.state == "REVOKED"
+    assert (side.lease.revoked_at, side.lease.deadline) == (20.0, 20.0 + SILENT_S)
+
+
+def test_a_silent_lease_is_revoked(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.sent("p0")
+    assert side.leases.next_deadline == SILENT_S
+    side.leases.expire(SILENT_S)
+    assert side.sent("p0") == [Revoke(handoff=1, lease=7, reason="silent", final=True)]
+    assert side.port.given_up == [("r1", "expired")] and side.port.home == []
+
+
+@pytest.mark.parametrize("word", ["progress", "first"])
+def test_a_lease_that_lives_is_kept(side: DecodeSide, word: str) -> None:
+    side.reach(S.GRANTED)
+    if word == "first":
+        side.first(now=5.0)
+    else:
+        side.leases.on_progress("p0", Pushed(handoff=1, lease=7, pages=0), 5.0)
+    assert side.leases.next_deadline == 5.0 + SILENT_S
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED, S.LANDED])
+def test_only_granted_pages_are_waited_for(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    assert side.leases.next_deadline > 1e9
+
+
+def test_a_pair_without_a_last_word_is_suspect_and_then_closed(side: DecodeSide) -> None:
+    side.reach(S.REVOKED)
+    side.leases.expire(SILENT_S)
+    assert side.peers.open["p0"].is_suspect and side.peers.closes == []
+    assert side.leases.next_deadline == STUCK_S
+    side.leases.expire(STUCK_S)
+    assert [number for number, _ in side.peers.closes] == [1] and side.port.home == []
+
+
+@pytest.mark.parametrize("word", ["sent", "gone", "again", "writers"])
+def test_a_last_word_ends_the_suspicion(side: DecodeSide, word: str) -> None:
+    side.reach(S.REVOKED)
+    side.leases.expire(SILENT_S)
+    match word:
+        case "sent":
+            side.landed(now=SILENT_S + 1)
+        case "writers":
+            side.leases.writers_gone("s1", SILENT_S + 1)
+        case _:
+            side.gone(again=word == "again", now=SILENT_S + 1)
+    assert not side.peers.open["p0"].is_suspect
+
+
+def test_the_suspicion_stays_while_another_word_is_late(side: DecodeSide) -> None:
+    side.reach(S.REVOKED)
+    other = side.new_lease(2)
+    side.leases.claim(other, 0.0)
+    other.number, other.state = 8, S.QUEUED
+    side.grant()
+    side.leases.cancel(2, 0.0)
+    side.leases.expire(SILENT_S)
+    side.gone(now=SILENT_S + 1)
+    assert side.peers.open["p0"].is_suspect
+
+
+# --- lost connections ---
+
+
+@pytest.mark.parametrize("state", [S.CLAIMED, S.QUEUED])
+def test_a_lost_connection_ends_leases_without_pages(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.cut()
+    assert side.port.given_up == [("r1", "link")] and list(side.leases) == []
+
+
+@pytest.mark.parametrize("state", [S.GRANTED, S.REVOKED])
+def test_pages_of_a_lost_connection_are_kept(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.cut()
+    assert side.state == "QUARANTINED" and side.port.home == []
+    assert side.port.given_up == ([("r1", "link")] if state is S.GRANTED else [])
+
+
+def test_landed_pages_need_no_connection(side: DecodeSide) -> None:
+    side.reach(S.LANDED)
+    side.cut()
+    assert side.leases.landed == [side.lease]
+
+
+@pytest.mark.parametrize("state", [S.GRANTED, S.REVOKED])
+def test_a_connection_is_opened_for_a_missing_last_word(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    side.cut(now=2.0)
+    assert side.leases.next_deadline == 2.0 + RECONNECT_S
+    side.leases.expire(2.0 + RECONNECT_S)
+    assert side.peers.connects == [ADDRESS]
+    assert side.leases.next_deadline == 2.0 + 2 * RECONNECT_S, "it is tried again"
+
+
+def test_the_last_word_is_asked_for_over_the_next_connection(side: DecodeSide) -> None:
+    side.reach(S.QUARANTINED)
+    side.connect(now=3.0)
+    assert side.sent("p0") == [Revoke(handoff=1, lease=7, reason="ended", final=False)]
+    assert side.state == "REVOKED" and side.leases.next_deadline <= 3.0 + SILENT_S
+    side.gone()
+    assert side.port.home == [21, 22, 23] and list(side.leases) == []
+
+
+def test_nothing_is_reconnected_for_without_pages(side: DecodeSide) -> None:
+    side.reach(S.QUARANTINED)
+    side.leases.writers_gone("s1", 0.5)
+    side.leases.expire(RECONNECT_S)
+    assert side.peers.connects == [] and side.leases.next_deadline > 1e9
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_pages_come_home_when_nobody_can_write(side: DecodeSide, back: bool) -> None:
+    side.reach(S.QUARANTINED)
+    if back:
+        side.connect()
+    side.leases.writers_gone("another", 0.0)
+    assert side.port.home == []
+    side.leases.writers_gone("s1", 0.0)
+    assert side.port.home == [21, 22, 23] and list(side.leases) == []
+
+
+def test_pages_of_a_live_connection_do_not_come_home_by_an_old_ones_end(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    side.leases.writers_gone("s1", 0.0)
+    assert side.port.home == [] and side.state == "GRANTED"
+
+
+# --- what a prefill worker must not say ---
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.GRANTED, S.LANDED])
+def test_a_second_reservation(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    with pytest.raises(ProtocolViolation, match=f"in the state {state.name}"):
+        side.reserve(8)
+
+
+def test_a_reservation_for_another_length(side: DecodeSide) -> None:
+    side.claim()
+    with pytest.raises(ProtocolViolation, match=r"ReservePages for 9 tokens .* which has 10"):
+        side.reserve(num_tokens=9)
+
+
+@pytest.mark.parametrize("number", [0, -1, 7])
+def test_a_reservation_must_begin_a_new_lease(side: DecodeSide, number: int) -> None:
+    side.reach(S.GRANTED)
+    side.leases.take_back_all("memory", 0.0)  # lease 7 waits for its last word, and the request claims again
+    with pytest.raises(ProtocolViolation, match="which is not new"):
+        side.reserve(number)
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.LANDED])
+def test_sent_without_granted_pages(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    with pytest.raises(ProtocolViolation, match=f"in the state {state.name}"):
+        side.landed()
+
+
+def test_sent_before_the_first_token(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    with pytest.raises(ProtocolViolation, match="before its First"):
+        side.landed()
+
+
+def test_a_refusal_cannot_ask_to_wait(side: DecodeSide) -> None:
+    side.claim()
+    side.gone(again=True)
+    assert side.port.given_up == [("r1", "transport")]
+
+
+def test_a_part_of_logprobs_is_missing(side: DecodeSide) -> None:
+    side.claim()
+    with pytest.raises(ProtocolViolation, match="part 1, but part 0"):
+        side.leases.on_logprobs("p0", PromptLogprobs(handoff=1, part=1, entries=[]), 0.0)
+    with pytest.raises(ProtocolViolation, match="0 parts of logprobs, not 1"):
+        side.first(parts=1)
+
+
+@pytest.mark.parametrize("call", ["reserve", "first", "gone", "progress", "logprobs"])
+def test_a_worker_that_was_not_asked_is_ignored(side: DecodeSide, call: str) -> None:
+    side.claim()
+    side.lease.peer = "another"
+    calls: dict[str, Any] = {
+        "reserve": side.reserve,
+        "first": side.first,
+        "gone": side.gone,
+        "progress": lambda: side.leases.on_progress("p0", Pushed(handoff=1, lease=0, pages=0), 0.0),
+        "logprobs": lambda: side.leases.on_logprobs("p0", PromptLogprobs(handoff=1, part=3, entries=[]), 0.0),
+    }
+    calls[call]()
+    assert side.state == "CLAIMED" and side.port.firsts == side.port.given_up == []

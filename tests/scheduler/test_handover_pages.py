@@ -1,0 +1,74 @@
+"""What the scheduler does with the pages of offers and leases."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.disagg.lease import LOST_S
+from segue.messages.kv import ReservePages
+from segue.messages.requests import Handoff, SamplingParams
+from tests.disagg.cluster import Worker
+from tests.support.kv_hello import hello
+
+ADDRESS = "127.0.0.1:8998"
+
+
+@pytest.fixture
+def decode() -> Worker:
+    """A decode worker half of whose ten pages a lost prefill worker may still write to."""
+    worker = Worker("d0", "decode", "d0#1", page_size=4, num_pages=10, max_seq_len=40, max_running_requests=4)
+    worker.machine.on_opened(1, "s1", ADDRESS, hello("prefill"), "fake", 0.0)
+    handoff = Handoff(id=1, part="decode", peer=ADDRESS, whole=True)
+    assert worker.start("first", [1] * 20, SamplingParams(max_new_tokens=1), handoff)
+    worker.machine.on_message(1, ReservePages(handoff=1, lease=1, num_tokens=20), 0.0)
+    assert worker.launch() is None, "nothing runs, and the pages are granted"
+    worker.machine.on_closed(1, 0.0)
+    run(worker)
+    assert worker.finished["first"].reason == "length", "it computes the prompt in the other half"
+    assert [lease.state.name for lease in worker.machine.leases] == ["QUARANTINED"]
+    return worker
+
+
+def run(worker: Worker) -> None:
+    """Run steps until there is nothing to do."""
+    worker.scheduler.now = worker.now
+    while worker.launch() is not None:
+        worker.apply()
+    worker.take_replies()
+
+
+def test_a_prompt_that_needs_lost_pages_waits_for_a_while_and_fails(decode: Worker) -> None:
+    decode.start("r", [2] * 30, SamplingParams(max_new_tokens=1), None)
+    decode.now = LOST_S - 1
+    run(decode)
+    assert "r" not in decode.finished, "the pages may still come home"
+    decode.now = LOST_S
+    run(decode)
+    assert decode.errors == {"r": "KVCapacityLostError"}
+    assert ADDRESS in (decode.finished["r"].message or "")
+    decode.check_memory()
+
+
+def test_a_prompt_that_needs_lost_pages_runs_once_they_come_home(decode: Worker) -> None:
+    decode.start("r", [2] * 30, SamplingParams(max_new_tokens=1), None)
+    run(decode)
+    decode.machine.leases.writers_gone("s1", 1.0)
+    run(decode)
+    assert decode.finished["r"].reason == "length"
+
+
+def test_a_running_request_that_needs_lost_pages_waits_for_a_while_and_fails(decode: Worker) -> None:
+    decode.start("r", [2] * 16, SamplingParams(max_new_tokens=10), None)
+    run(decode)
+    assert "r" in decode.scheduler.running and "r" not in decode.finished
+    decode.now = LOST_S
+    run(decode)
+    assert decode.errors == {"r": "KVCapacityLostError"}
+    decode.check_memory()
+
+
+def test_a_prompt_that_fits_beside_lost_pages_runs(decode: Worker) -> None:
+    decode.now = LOST_S
+    decode.start("r", [2] * 10, SamplingParams(max_new_tokens=8), None)
+    run(decode)
+    assert decode.finished["r"].reason == "length"
