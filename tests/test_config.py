@@ -109,3 +109,28 @@ def test_a_copy_is_checked_too() -> None:
 def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert default_cache_dir() == "/somewhere/segue"
+
+
+@pytest.mark.parametrize(("mode", "role"), [("null", "both"), ("prefill", "prefill"), ("decode", "decode")])
+def test_the_role_has_sglangs_name_too(mode: str, role: str) -> None:
+    assert EngineConfig.create({}, disaggregation_mode=mode).role == role
+    assert EngineConfig.create({"SEGUE_DISAGGREGATION_MODE": mode}).role == role
+    assert EngineConfig.create({}, disaggregation_mode=mode, role=role).role == role
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"disaggregation_mode": "decode", "role": "prefill"},
+            "disaggregation_mode='decode' contradicts role='prefill': both name the same option; give one",
+        ),
+        ({"disaggregation_mode": "null", "role": "decode"}, "disaggregation_mode='null' contradicts"),
+        ({"disaggregation_mode": "both"}, "disaggregation_mode='both': choose one of null, prefill, decode"),
+        ({"disaggregation_mode": None}, "disaggregation_mode=None: choose one of"),
+    ],
+)
+def test_two_names_of_the_role_may_not_contradict_each_other(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig.create({}, **options)
+    assert words in raised.value.message and raised.value.param == "disaggregation_mode"

@@ -11,6 +11,11 @@ import segue
 SOURCE = Path(segue.__path__[0])
 IMPURE = {"segue.worker.loop"}
 BLOCKED = ("torch", "transformers", "zmq")
+DISAGG = (
+    *("frames", "handshake", "layout", "machine", "peers"),
+    *("lease", "lease_machine", "leases", "offer", "offer_machine", "offers"),
+)
+ROUTER = ("breaker", "candidates", "choice", "decide", "fleet", "index")  # its pure modules
 
 PROGRAM = """
 import importlib, sys
@@ -25,7 +30,8 @@ def pure_modules() -> list[str]:
     rooms = ("scheduler", "laps", "weight_update/control", "messages")
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
-    return [*names, "segue.kvcache.prefix_cache"]
+    disagg = [f"segue.disagg.{name}" for name in DISAGG]
+    return [*names, *disagg, "segue.kvcache.prefix_cache", *(f"segue.router.{name}" for name in ROUTER)]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:
@@ -37,6 +43,25 @@ def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str
 def test_pure_modules_import_without_torch() -> None:
     result = imports_without_torch(pure_modules())
     assert result.returncode == 0, result.stderr
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    """The modules that are loaded in a process that imports these."""
+    program = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=SOURCE.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(result.stdout.split())
+
+
+def test_the_decisions_of_a_router_load_no_engine() -> None:
+    loaded = loaded_by([f"segue.router.{name}" for name in ROUTER])
+    rooms = ("worker", "scheduler", "model_runner", "launch", "frontend", "server")
+    assert "segue.laps.cost" in loaded
+    assert not loaded & {"torch", "zmq", "asyncio", *(f"segue.{room}" for room in rooms)}
 
 
 def test_the_check_sees_a_module_that_needs_torch() -> None:

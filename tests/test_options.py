@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from segue.errors import ConfigError
-from segue.options import Options, option, parse_sizes
+from segue.options import OptionAlias, Options, option, parse_sizes
 
 _door = partial(option, group="Door")
 
@@ -49,3 +49,31 @@ def test_a_wrong_option_of_another_class_is_named(options: dict[str, object], wo
     with pytest.raises(ConfigError) as raised:
         RouteOptions.create({}, **options)
     assert words == raised.value.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasOptions(Options):
+    """An option with two names."""
+
+    way: Literal["near", "far"] = option(
+        "near",
+        "Which.",
+        group="Door",
+        alias=OptionAlias(name="reach", values={"short": "near", "long": "far"}),
+    )
+
+
+def test_a_given_option_wins_over_the_environment_under_either_name() -> None:
+    assert AliasOptions.create({"SEGUE_REACH": "long"}, way="near").way == "near"
+    assert AliasOptions.create({"SEGUE_WAY": "far"}, reach="short").way == "near"
+    assert AliasOptions.create({"SEGUE_REACH": "long"}).way == "far"
+
+
+def test_names_in_the_environment_may_not_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="reach='long' contradicts way='near'"):
+        AliasOptions.create({"SEGUE_REACH": "long", "SEGUE_WAY": "near"})
+
+
+def test_an_alias_is_among_the_known_options() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'range'; known: reach, way"):
+        AliasOptions.create({}, range=1)

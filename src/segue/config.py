@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from segue.errors import ConfigError
-from segue.options import Options, option, parse_list, parse_sizes
+from segue.options import OptionAlias, Options, option, parse_list, parse_sizes
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Role = Literal["both", "prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
@@ -24,6 +25,7 @@ _model = partial(option, group="Model")
 _hardware = partial(option, group="Hardware")
 _memory = partial(option, group="Memory")
 _scheduling = partial(option, group="Scheduling")
+_disaggregation = partial(option, group="Disaggregation")
 _server = partial(option, group=SERVER_GROUP)
 
 
@@ -187,6 +189,26 @@ class EngineConfig(Options):
     disable_prefix_cache: bool = _scheduling(False, "Do not share KV between requests with a common prefix.")
     disable_overlap: bool = _scheduling(
         False, "Plan each step only after the results of the step before it are read."
+    )
+
+    role: Role = _disaggregation(
+        "both",
+        "Work of this engine: 'prefill': it computes prompts and hands their KV over; 'decode': it also "
+        "takes over KV that other engines have computed.",
+        alias=OptionAlias(
+            name="disaggregation_mode",
+            values={"null": "both", "prefill": "prefill", "decode": "decode"},
+        ),
+    )
+    disaggregation_bootstrap_port: int = _disaggregation(
+        8998,
+        "Port, on --host, where a prefill engine hands KV over; 0: any free one.",
+        minimum=0,
+        maximum=65535,
+    )
+    pd_key: str | None = _disaggregation(
+        None,
+        "Key that prefill and decode engines share; needed unless both ends are on a loopback address.",
     )
 
     host: str = _server("127.0.0.1", "Host name or address to listen on.")

@@ -11,6 +11,14 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from segue.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionAlias:
+    """A second name of an option, under which its values have names of their own."""
+
+    name: str
+    values: Mapping[str, str]  # value under this name -> the option's
+
+
 def option(
     default: Any,
     help_: str,
@@ -19,6 +27,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     check: Callable[[str, str], object] | None = None,
+    alias: OptionAlias | None = None,
 ) -> Any:
     """Return the field of one option.
 
@@ -29,8 +38,9 @@ def option(
         minimum: the smallest number allowed.
         maximum: the largest number allowed.
         check: called with a text and the option's name; raises a ConfigError if the text breaks its rule.
+        alias: another name, for users who know the option from another engine.
     """
-    metadata = {"group": group, "help": help_, "min": minimum, "max": maximum, "check": check}
+    metadata = {"group": group, "help": help_, "min": minimum, "max": maximum, "check": check, "alias": alias}
     return field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
 
 
@@ -54,20 +64,48 @@ class Options:
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
         """Build the options: explicit ones come first, then ``SEGUE_…`` variables, then defaults.
 
+        Options may be given by their aliases.
+
         Raises:
-            ConfigError: an option is unknown, or its value breaks its rule.
+            ConfigError: an option is unknown, its value breaks its rule, or its alias contradicts it.
         """
-        hints, given = get_type_hints(cls), os.environ if environ is None else environ
-        known = {each.name: f"SEGUE_{each.name.upper()}" for each in fields(cls)}
+        given = os.environ if environ is None else environ
+        aliases = {each.name: each.metadata["alias"] for each in fields(cls) if each.metadata["alias"]}
+        kinds = get_type_hints(cls) | {alias.name: str for alias in aliases.values()}
+        known = [*(each.name for each in fields(cls)), *(alias.name for alias in aliases.values())]
         for name in options:
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
         found = {
-            name: parse(given[variable], hints[name], variable)
-            for name, variable in known.items()
-            if variable in given
+            name: parse(given[variable], kinds[name], variable)
+            for name in known
+            if (variable := f"SEGUE_{name.upper()}") in given
         }
-        return cls(**{**found, **options})
+        return cls(**{**_by_own_names(found, aliases), **_by_own_names(options, aliases)})
+
+
+def _by_own_names(options: Mapping[str, Any], aliases: Mapping[str, OptionAlias]) -> dict[str, Any]:
+    """Return options with their own names; ``aliases`` has the other name of an option by its own one.
+
+    Raises:
+        ConfigError: an alias has another value than those it knows, or contradicts its option.
+    """
+    named = dict(options)
+    for name, alias in aliases.items():
+        if alias.name not in named:
+            continue
+        given = named.pop(alias.name)
+        if given not in alias.values:
+            raise ConfigError(
+                f"{alias.name}={given!r}: choose one of {', '.join(alias.values)}", param=alias.name
+            )
+        if named.setdefault(name, alias.values[given]) != alias.values[given]:
+            raise ConfigError(
+                f"{alias.name}={given!r} contradicts {name}={named[name]!r}: both name the same option; "
+                "give one of them",
+                param=alias.name,
+            )
+    return named
 
 
 def parse_sizes(text: str, name: str) -> list[int]:

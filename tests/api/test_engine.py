@@ -255,6 +255,11 @@ def test_server_info_hides_keys(tiny_model: Path) -> None:
     assert info["internal_states"][0]["req_to_token_pool_used"] == 0
 
 
+def test_server_info_has_what_the_graphs_of_each_kind_have_cost(engine: FakeEngine) -> None:
+    costs = engine.get_server_info()["decided"]["graphs"]
+    assert costs == {"decode": {"num_graphs": 3, "seconds": 1.5, "num_bytes": 1 << 20}}
+
+
 def test_two_engines_in_one_process(engine: FakeEngine, tiny_model: Path) -> None:
     with start(tiny_model) as other:
         streams = [each.generate("abc", {"max_new_tokens": 30}, stream=True) for each in (engine, other)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 import typer
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from segue.cli.flags import join_sizes, with_options
 from segue.config import EngineConfig
-from segue.options import Options, option
+from segue.options import OptionAlias, Options, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +61,31 @@ def test_a_command_takes_the_options_of_its_class(
 )
 def test_sizes_may_be_several_words(given: str, joined: str) -> None:
     assert join_sizes(EngineConfig, given.split()) == joined.split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleOptions(Options):
+    """An option with another name."""
+
+    part: Literal["all", "some"] = option(
+        "all",
+        "How much.",
+        group="Place",
+        alias=OptionAlias(name="old_part", values={"none": "all", "some": "some"}),
+    )
+
+
+def test_an_alias_is_a_flag_too() -> None:
+    app, calls = typer.Typer(), []
+
+    @app.command()
+    @with_options(RoleOptions)
+    def go(config: RoleOptions) -> None:
+        calls.append(config.part)
+
+    for flags in (["--old-part", "some"], ["--part", "some"], ["--old-part", "none"], []):
+        assert CliRunner().invoke(app, flags).exit_code == 0
+    assert calls == ["some", "some", "all", "all"]
+    assert CliRunner().invoke(app, ["--old-part", "all"]).exit_code == 2
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).output.replace("│", " ").split())
+    assert "Another name of --part; 'none': 'all'." in shown and "SEGUE_OLD_PART" in shown

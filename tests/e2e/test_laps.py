@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 import segue
+from segue.laps.cost import NO_WORK
+from segue.laps.pick import LapsPolicy
+from segue.scheduler.scheduler import Scheduler
+from segue.worker import main
 from tests.model_runner import making, tiny
 
 LAPS: dict[str, Any] = {
@@ -39,8 +43,42 @@ def replies(engine: Any) -> list[Any]:
     return [(reply["output_ids"], reply["meta_info"]["output_token_logprobs"]) for reply in found]
 
 
+def test_the_error_of_predictions_is_known_after_the_first_steps(tmp_path: Path) -> None:
+    """They are compared with the steps that were timed at start."""
+    tiny.save_llama(tmp_path)
+    options = making.options(tmp_path, log_level="error") | LAPS
+    with segue.Engine(**options, embedded=True) as engine:
+        info = engine.get_server_info()
+        assert info["decided"]["init_steps"][-1]["name"] == "step times"
+        assert info["internal_states"][0]["laps"]["error_p90"] == 0, "the timed steps are no predictions"
+        for seed in range(10):
+            engine.generate(input_ids=making.prompt(40, seed), sampling_params={"max_new_tokens": 1})
+        assert engine.get_server_info()["internal_states"][0]["laps"]["error_p90"] > 0
+
+
+def test_before_the_first_request_the_scheduler_predicts_in_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save_llama(tmp_path)
+    made: list[Scheduler] = []
+
+    def make(*args: Any, **options: Any) -> Scheduler:
+        made.append(Scheduler(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(main, "Scheduler", make)
+    with segue.Engine(**making.options(tmp_path, log_level="error") | LAPS, embedded=True):
+        assert made[0].cost.largest == 64 and made[0].cost.seconds(NO_WORK.plus(64, 0)) > 0
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-def test_replies_are_those_without_laps_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
+def test_replies_are_those_without_laps_bit_for_bit(
+    tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By tokens: on a busy machine all prompts of a model as small as this one may take the same time.
+    monkeypatch.setattr(
+        LapsPolicy, "classify", lambda self, tokens, history: "short" if tokens <= 8 else "long"
+    )
     tiny.save_llama(tmp_path)
     options = making.options(
         tmp_path, **PREEMPTED, deterministic=True, disable_overlap=not overlap, log_level="error"

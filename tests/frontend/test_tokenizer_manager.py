@@ -42,7 +42,16 @@ from segue.messages.control import (
     SchedulerOutput,
     State,
 )
-from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob, unpack_ids
+from segue.messages.requests import (
+    Abort,
+    AddRequest,
+    Finish,
+    Finished,
+    Handoff,
+    Rejected,
+    TokenLogprob,
+    unpack_ids,
+)
 from segue.messages.weight_operations import BeginUpdate
 from segue.messages.weight_update import WeightCall, WithdrawCall
 
@@ -648,5 +657,35 @@ def test_the_native_reply_holds_the_outputs_that_the_client_has(bench: Bench) ->
             assert (body["text"], body["output_ids"]) == (table.text(70) + table.text(71), [70, 71])
             assert body["meta_info"]["output_token_logprobs"] == [[-1.0, 70, None], [-2.0, 71, None]]
             assert body["meta_info"]["completion_tokens"] == 2
+
+    run(work())
+
+
+def test_a_prompt_that_this_engine_cannot_hand_over_leaves_nothing_behind(bench: Bench) -> None:
+    async def work() -> None:
+        where = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": [7, 8]}
+        requests = parse_call({"input_ids": [[65], [66]], "rid": ["a", "b"], **where}, 10).requests
+        with pytest.raises(InvalidRequestError, match="bootstrap_room=7: this engine hands no KV over"):
+            await bench.manager.submit(requests, "batch")
+        assert bench.manager.num_requests == 0 and bench.sent == []
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("role", "host", "handoff"),
+    [
+        ("prefill", "10.0.0.1", Handoff(id=7, part="prefill")),
+        ("decode", "10.0.0.1", Handoff(id=7, part="decode", peer="10.0.0.1:8998", whole=True)),
+        ("decode", "fd00::1", Handoff(id=7, part="decode", peer="[fd00::1]:8998", whole=True)),
+    ],
+)
+def test_an_engine_does_the_part_of_its_role(bench: Bench, role: Any, host: str, handoff: Handoff) -> None:
+    async def work() -> None:
+        bench.manager.ready = structs.replace(bench.manager.ready, role=role)
+        where = {"bootstrap_host": host, "bootstrap_port": 8998, "bootstrap_room": 7}
+        await bench.manager.submit(parse_call({"input_ids": [65], **where}, 10).requests)
+        (message,) = bench.sent
+        assert isinstance(message, AddRequest) and message.handoff == handoff
 
     run(work())

@@ -26,7 +26,7 @@ class LiveServer:
     def __init__(
         self, model: Path, *, started: bool = True, limits: ConnectionLimits | None = None, **options: Any
     ) -> None:
-        self.config = EngineConfig(
+        self.config = EngineConfig.create(
             model=str(model), load_format="dummy", port=0, log_level="error", **options
         )
         self._thread = LoopThread("test-server")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,28 @@ def test_the_openai_client_raises_its_own_error(server: LiveServer) -> None:
         client.completions.create(model=MODEL, prompt="x", max_tokens=10_000)
     assert e.value.code == "context_length_exceeded"
     assert e.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "complete"])
+def test_an_engine_that_hands_no_kv_over_refuses_the_bootstrap_fields_by_name(
+    api: Api, route: str, stream: bool
+) -> None:
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+    response = getattr(api, route)("abc", stream=stream, **where)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "bootstrap_room")
+    assert "bootstrap_room=7: this engine hands no KV over; start it with --role" in error["message"]
+
+
+def test_a_prefill_engine_answers_with_the_first_token(tiny_model: Path) -> None:
+    with LiveServer(tiny_model, disaggregation_mode="prefill") as server:
+        api = Api(server.client)
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
+        whole = api.complete("abc", **where, bootstrap_room=1).json()
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 20, **where, "bootstrap_room": 2}
+        *_, last, done = read_stream(server.client, "/v1/completions", body)
+        generated = api.generate("abc", **where, bootstrap_room=3).json()
+    assert whole["choices"][0]["finish_reason"] == last["choices"][0]["finish_reason"] == "length"
+    assert (whole["usage"]["completion_tokens"], done) == (1, "[DONE]")
+    assert generated["meta_info"]["finish_reason"] == {"type": "length", "length": 1}

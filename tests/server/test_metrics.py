@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from segue.messages.control import HandoverCounters
+from segue.server.metrics import _handover_metrics, _metric
 from tests.server.conftest import MODEL, Api
 from tests.server.live import LiveServer
 
@@ -50,7 +54,8 @@ def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> 
 
 
 def test_metrics_of_length_aware_prefill(tiny_model: Path) -> None:
-    options = {"enable_laps_scheduler": True, "laps_length_threshold": 20}
+    # However slow the first steps were, the long prompt is computed in one step.
+    options = {"enable_laps_scheduler": True, "laps_length_threshold": 20, "laps_max_blocking_ms": 9_000.0}
     with LiveServer(tiny_model, **options) as server:
         api = Api(server.client)
         for tokens in (5, 10, 300):
@@ -74,3 +79,54 @@ def test_each_application_has_its_own_metrics(tiny_model: Path, server: LiveServ
     Api(server.client).complete("abc")
     with LiveServer(tiny_model) as other:
         assert scrape(other)["generation_tokens_total"] == 0
+
+
+def test_metrics_of_handing_kv_over(tiny_model: Path) -> None:
+    with LiveServer(tiny_model, role="prefill") as server:
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+        Api(server.client).complete("abc", **where)
+        server.assert_nothing_left()
+        values = scrape(server)
+        (state,) = server.client.get("/server_info").json()["internal_states"]
+    assert values["pd_offers:open"] == 1 and values["pd_offers:claimed"] == values["pd_offers:sending"] == 0
+    assert {name for name in values if name.startswith("pd_leases")} == {
+        f"pd_leases:{state}" for state in ("claimed", "queued", "granted", "landed", "revoked", "quarantined")
+    }
+    for name in ("handed_over", "adopted", "recomputed_total:expired", "failed_total:transport"):
+        assert values[f"pd_{name}" if ":" in name else f"pd_{name}_total"] == 0
+    assert values["pd_transferred_bytes_total"] == values["pd_adoption_seconds_total"] == 0
+    assert values["request_success_total:handoff"] == 1
+    assert state["disagg_prefill_bootstrap_queue_size"] == 1
+
+
+def test_metrics_of_handing_kv_over_count_what_the_scheduler_counts() -> None:
+    handover = HandoverCounters(
+        offers={"sending": 2},
+        leases={"granted": 3},
+        num_sent=4,
+        num_adopted=5,
+        recomputed={"version": 6},
+        failed={"link": 7},
+        num_pages=8,
+        adopt_s=0.5,
+    )
+    gauge, counter = (partial(_metric, kind, MODEL) for kind in (GaugeMetricFamily, CounterMetricFamily))
+    samples = [s for metric in _handover_metrics(handover, 100, gauge, counter) for s in metric.samples]
+    values = {":".join([s.name, *list(s.labels.values())[1:]]): s.value for s in samples if s.value}
+    assert values == {
+        "segue:pd_offers:sending": 2,
+        "segue:pd_leases:granted": 3,
+        "segue:pd_handed_over_total": 4,
+        "segue:pd_adopted_total": 5,
+        "segue:pd_recomputed_total:version": 6,
+        "segue:pd_failed_total:link": 7,
+        "segue:pd_transferred_bytes_total": 800,
+        "segue:pd_adoption_seconds_total": 0.5,
+    }
+
+
+def test_an_engine_that_hands_no_kv_over_has_no_metrics_of_it(server: LiveServer) -> None:
+    assert not [name for name in scrape(server) if name.startswith("pd_")]
+    (state,) = server.client.get("/server_info").json()["internal_states"]
+    queues = [value for name, value in state.items() if name.startswith("disagg_")]
+    assert queues == [0, 0, 0, 0] and state["handover"] is None

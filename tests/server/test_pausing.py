@@ -23,7 +23,7 @@ from tests.server.live import LiveServer
 from tests.server.test_metrics import scrape
 
 COUNT = 45  # tokens of a request, one a hundredth of a second
-COUNTS = ("mode", "num_running", "num_waiting", "num_retracted", "num_aborted")
+COUNTS = ("mode", "num_running", "num_waiting", "num_retracted", "num_aborted", "num_pages_leaving")
 PARAMS = {"max_new_tokens": COUNT, "ignore_eos": True}
 
 
@@ -92,7 +92,7 @@ def test_a_pause_says_what_became_of_the_requests(
     assert response.status_code == 200
     assert (reply.pop("message"), reply.pop("status")) == ("Generation paused successfully.", "ok")
     assert reply.pop("drained_ms") >= 0
-    assert reply == dict(zip(COUNTS, counts, strict=True))
+    assert reply == dict(zip(COUNTS, (*counts, 0), strict=True))
     state = state_of(slow)
     assert (state["engine_paused"], state["pause_mode"]) == (True, counts[0])
     assert slow.client.get("/is_paused").json() == {"is_paused": True}

@@ -28,12 +28,16 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.requests import Abort, AddRequest, Rejected, SamplingParams, pack_ids
+from segue.messages.kv import BanWriters, Claim, First, Grant, KVCommand, KVMessage, ReservePages
+from segue.messages.kv_link import LinkClosed, LinkEvent, LinkMessage, LinkOpened
+from segue.messages.requests import Abort, AddRequest, Handoff, Rejected, SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import SchedulerLoop, follow
+from tests.conftest import WaitUntil
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
+from tests.support.kv_hello import hello
 from tests.worker.updaters import FakeUpdater
 
 DEADLINE_MS = 10_000
@@ -478,3 +482,73 @@ def test_a_pause_in_a_long_prefill_waits_for_one_chunk_at_most() -> None:
     client.close()
     client.close_sockets()
     assert max(drained) <= 1.2 * chunk_s  # up to two chunks if the next one were launched early
+
+
+class OtherWorker:
+    """A prefill worker that exists in the test alone, in the place of a decode worker's connections."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.machine = scheduler.handover.machine
+        self.got: list[KVMessage] = []
+
+    def on_event(self, event: LinkEvent, now: float) -> None:
+        match event:
+            case LinkOpened():
+                self.machine.on_opened(event.peer, event.session, "p:1", event.hello, "shm", now)
+            case LinkMessage():
+                self.machine.on_message(event.peer, event.message, now)
+            case LinkClosed():
+                self.machine.on_closed(event.peer, now)
+
+    def flush(self, now: float) -> None:
+        self.got += [message for _, message in self.machine.peers.messages]
+        self.machine.peers.messages = []
+
+
+class FakeMover:
+    """Notes the commands to a rank."""
+
+    def __init__(self) -> None:
+        self.commands: list[KVCommand] = []
+
+    def handle(self, command: KVCommand) -> None:
+        self.commands.append(command)
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def decode(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """The client of a decode worker, which is connected to a prefill worker and has one request."""
+    client = Client(overlap=request.param, role="decode")  # type: ignore[arg-type]
+    client.loop.mover = FakeMover()  # type: ignore[assignment]
+    client.loop.kv_links = OtherWorker(client.loop.scheduler)  # type: ignore[assignment]
+    client.send_event(LinkOpened(1, "s", hello("prefill")))
+    handoff = Handoff(id=7, part="decode", peer="p:1")
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS, handoff=handoff))
+    yield client
+    client.close()
+    client.close_sockets()
+
+
+def test_what_handing_over_leads_to_is_sent_although_no_step_runs(
+    decode: Client, wait_until: WaitUntil
+) -> None:
+    got = decode.loop.kv_links.got  # type: ignore[union-attr]
+    wait_until(lambda: [type(message) for message in got] == [Claim], what="the claim")
+    decode.send_event(LinkMessage(1, ReservePages(handoff=7, lease=1, num_tokens=3)))
+    wait_until(lambda: [type(message) for message in got] == [Claim, Grant], what="the grant", timeout=5)
+    decode.send_event(LinkMessage(1, First(handoff=7, token=4, version="0", cached_tokens=0, seed=0)))
+    while not (message := decode.receive()).rids:
+        pass
+    assert (message.rids, message.tokens) == (["r"], [4])
+    decode.send_event(LinkClosed(1, "kv_link_lost", "it has ended"))
+    commands = decode.loop.mover.commands  # type: ignore[union-attr]
+    wait_until(lambda: commands == [BanWriters(session="s")], what="the command to the rank")
+
+
+def test_the_state_of_leases_is_shown_although_no_step_runs(decode: Client, wait_until: WaitUntil) -> None:
+    got = decode.loop.kv_links.got  # type: ignore[union-attr]
+    wait_until(lambda: got, what="the claim")
+    decode.send_event(LinkMessage(1, ReservePages(handoff=7, lease=1, num_tokens=3)))
+    while (message := decode.receive()).counters.handover.leases != {"granted": 1}:
+        pass
+    assert message.step_seconds == 0.0

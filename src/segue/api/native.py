@@ -14,9 +14,16 @@ from typing import Any
 
 from msgspec import Struct
 
+from segue.api.bootstrap import BOOTSTRAP_RULES, BootstrapFields, bootstraps
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
+from segue.frontend.request import (
+    LOWEST_LOGPROB,
+    MAX_PRIORITY,
+    GenerateRequest,
+    Generation,
+    Output,
+)
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
@@ -28,6 +35,7 @@ RULES = {
     "rid": "a string or a list of strings",
     "stop": "a string or a list of strings",
     "sampling_params": "an object or a list of objects",
+    **BOOTSTRAP_RULES,
 }
 # Known fields that would change the output and are not implemented: refused unless empty.
 UNSUPPORTED_FIELDS = (
@@ -68,7 +76,7 @@ class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
     n: int = 1
 
 
-class NativeGenerate(Struct, frozen=True, kw_only=True):
+class NativeGenerate(BootstrapFields, frozen=True, kw_only=True):
     """``POST /generate``; lists are batches."""
 
     text: str | list[str] | None = None
@@ -115,8 +123,17 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
         raise invalid_value("priority", call.priority, rule)
     return NativeCall(
         requests=[
-            GenerateRequest(rid=rid, prompt=prompt, options=option, priority=call.priority, param=param)
-            for rid, prompt, option in zip(rids, prompts, options, strict=True)
+            GenerateRequest(
+                rid=rid,
+                prompt=prompt,
+                options=option,
+                priority=call.priority,
+                param=param,
+                bootstrap=bootstrap,
+            )
+            for rid, prompt, option, bootstrap in zip(
+                rids, prompts, options, bootstraps(call, len(prompts)), strict=True
+            )
         ],
         batch_id=batch_id,
         stream=call.stream,
@@ -262,10 +279,10 @@ class NativeReplies:
 
 def finish_reason(end: Finished) -> dict[str, Any]:
     """SGLang's ``finish_reason``."""
-    match end.reason:
+    match end.client_reason:
         case "stop":
             return {"type": "stop", "matched": end.matched}
         case "length":
             return {"type": "length", "length": end.num_tokens}
-        case _:
-            return {"type": end.reason, "message": end.message or "Aborted"}
+        case reason:
+            return {"type": reason, "message": end.message or "Aborted"}

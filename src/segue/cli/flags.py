@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, fields
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Literal, Optional, get_type_hints
 
 import typer
 
@@ -26,9 +26,10 @@ def with_options(
         """Return a function with the flags as parameters, which calls ``command`` with its ``config``."""
         hints = get_type_hints(options_class)
         flags = [
-            _flag(option, hints[option.name])
+            flag
             for option in fields(options_class)
             if option.metadata["group"] != without
+            for flag in _flags(option, hints[option.name])
         ]
 
         def run(**given: Any) -> Any:
@@ -56,9 +57,7 @@ def join_sizes(options_class: type[Options], words: Sequence[str]) -> list[str]:
     SGLang takes ``--sizes 1 2 4``, and Typer gives a flag one word: it becomes ``--sizes 1,2,4``.
     """
     names = {
-        f"--{option.name.replace('_', '-')}"
-        for option in fields(options_class)
-        if option.metadata["check"] is parse_sizes
+        _spelling(option.name) for option in fields(options_class) if option.metadata["check"] is parse_sizes
     }
     joined: list[str] = []
     is_sizes = False  # whether the last joined word has the sizes of such a flag
@@ -71,16 +70,30 @@ def join_sizes(options_class: type[Options], words: Sequence[str]) -> list[str]:
     return joined
 
 
-def _flag(option: Field[Any], kind: Any) -> inspect.Parameter:
-    """Return the flag of an option; its default is None, so that the environment can set the option."""
-    text = option.metadata["help"]
+def _flags(option: Field[Any], kind: Any) -> Iterator[inspect.Parameter]:
+    """Yield the flag of an option, and that of its alias if it has one."""
+    text, group = option.metadata["help"], option.metadata["group"]
     if option.default not in (None, False) and not callable(option.default_factory):
         text += f" [dim]\\[{option.default}][/dim]"
+    yield _flag(option.name, kind, text, group)
+    if (alias := option.metadata["alias"]) is not None:
+        same = "; ".join(f"'{other}': '{value}'" for other, value in alias.values.items() if other != value)
+        text = f"Another name of {_spelling(option.name)}" + (f"; {same}." if same else ".")
+        yield _flag(alias.name, Literal[tuple(alias.values)], text, group)
+
+
+def _flag(name: str, kind: Any, text: str, group: str) -> inspect.Parameter:
+    """Return a flag; its default is None, so that the environment can set the option."""
     info = typer.Option(
-        f"--{option.name.replace('_', '-')}",
-        help=f"{text} [dim]SEGUE_{option.name.upper()}[/dim]",
-        rich_help_panel=option.metadata["group"],
+        _spelling(name),
+        help=f"{text} [dim]SEGUE_{name.upper()}[/dim]",
+        rich_help_panel=group,
         show_default=False,
     )
     annotation = Annotated[Optional[kind], info]  # noqa: UP045, `kind` is a value
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _spelling(name: str) -> str:
+    """Return an option's name as a flag."""
+    return f"--{name.replace('_', '-')}"

@@ -22,6 +22,15 @@ ACCEPT_S = 0.5  # how long a streamed call waits for a refusal of the scheduler 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bootstrap:
+    """How a prefill engine and a decode engine find each other for one request, as SGLang names it."""
+
+    host: str  # of the prefill engine
+    port: int  # where it hands KV over
+    room: int  # 63 bits that no other request has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt, and the options for its continuation."""
 
@@ -31,6 +40,7 @@ class GenerateRequest:
     priority: int = 0
     add_special_tokens: bool = True  # to a text prompt; a rendered chat template contains its own
     param: str = "prompt"  # the client's field name of the prompt, for errors
+    bootstrap: Bootstrap | None = None  # None: this engine does all of it
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
 

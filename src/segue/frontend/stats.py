@@ -6,8 +6,10 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import get_args
 
 from segue.messages.control import Counters
+from segue.messages.requests import FinishReason
 
 # Upper bounds of the histograms, in milliseconds and in seconds.
 FIRST_TOKEN_MS = (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10000, 20000, 40000)
@@ -44,7 +46,7 @@ class Stats:
     counters: Counters = field(default_factory=Counters)  # those of the scheduler's last output
     last_step_at: float = -math.inf  # when the last result of a step arrived, by the monotonic clock
     prompt_tokens: int = 0  # of requests that have a first token
-    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_MS))
     first_token_of: dict[str, Histogram] = field(  # by class of prompts, with LAPS
         default_factory=lambda: {name: Histogram(FIRST_TOKEN_MS) for name in ("short", "long")}

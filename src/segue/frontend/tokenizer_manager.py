@@ -27,6 +27,7 @@ from segue.messages.requests import (
     AddRequest,
     Finish,
     Finished,
+    Handoff,
     Rejected,
     pack_ids,
 )
@@ -107,6 +108,7 @@ class TokenizerManager:
         """
         created = time.monotonic()
         self._check_rids(requests, batch_id)
+        handoffs = [self._handoff(request) for request in requests]
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
         generation = Generation(len(requests), self.abort)
         rids = [request.rid for request in requests]
@@ -116,13 +118,14 @@ class TokenizerManager:
         self._idle.clear()
         try:
             prompts = await self.encoder.encode_call(requests, generation)
-            for number, (request, (ids, params)) in enumerate(zip(requests, prompts, strict=True)):
+            parts = zip(requests, prompts, handoffs, strict=True)
+            for number, (request, (ids, params), handoff) in enumerate(parts):
                 if self._life.error is not None:
                     raise self._life.error
                 state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
                 if request.outputs:
                     state.prime(request.outputs, request.output_logprobs)
-                self._begin(request, state, generation)
+                self._begin(request, state, generation, handoff)
                 generation.states.append(state)
                 await turn(number)
         except BaseException:
@@ -145,7 +148,9 @@ class TokenizerManager:
                 raise
         return generation
 
-    def _begin(self, request: GenerateRequest, state: RequestState, generation: Generation) -> None:
+    def _begin(
+        self, request: GenerateRequest, state: RequestState, generation: Generation, handoff: Handoff | None
+    ) -> None:
         """Send a request, or end it if it was aborted before."""
         rid = request.rid
         del self._arriving[rid]
@@ -168,6 +173,7 @@ class TokenizerManager:
             params=state.params,
             priority=request.priority,
             outputs=pack_ids(request.outputs),
+            handoff=handoff,
         )
         try:
             self._send(message)
@@ -177,6 +183,21 @@ class TokenizerManager:
             del self._states[rid]
             raise
         self._admission.num_sent += 1
+
+    def _handoff(self, request: GenerateRequest) -> Handoff | None:
+        """Return which part of a request this engine does, by its role."""
+        if (bootstrap := request.bootstrap) is None:
+            return None
+        if self.ready.role == "both":
+            raise InvalidRequestError(
+                f"bootstrap_room={bootstrap.room}: this engine hands no KV over; start it with --role "
+                "prefill or --role decode, or leave the bootstrap fields out",
+                param="bootstrap_room",
+            )
+        if self.ready.role == "prefill":
+            return Handoff(id=bootstrap.room, part="prefill")
+        host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
+        return Handoff(id=bootstrap.room, part="decode", peer=f"{host}:{bootstrap.port}", whole=True)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch, or all; readers get the output so far. An unknown rid has no effect."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 from msgspec.structs import asdict
 
@@ -29,15 +30,11 @@ from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
 T = TypeVar("T")
-SECRETS = ("api_key", "admin_api_key")
+SECRETS = ("api_key", "admin_api_key", "pd_key")
 # Fields of ``internal_states`` that clients read, for features that this engine does not have.
 ABSENT_STATE: dict[str, Any] = {
     "pending_dp_reqs_size": 0,
     "prefill_decode_size": 0,
-    "disagg_prefill_bootstrap_queue_size": 0,
-    "disagg_prefill_inflight_queue_size": 0,
-    "disagg_decode_prealloc_queue_size": 0,
-    "disagg_decode_transfer_queue_size": 0,
 }
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
 STOP_S = 0.8  # that workers have to end before they are killed
@@ -86,6 +83,7 @@ class Runtime:
 
         Raises:
             SegueError: the model's files are wrong, or a worker could not start.
+            ConfigError: the options contradict each other; no worker is started.
             TensorParallelError: the model cannot be split into ``tp`` shards; no worker is started.
             EngineStartError: a worker ended before it was ready.
         """
@@ -159,7 +157,8 @@ class Runtime:
         kv_tokens = state.state.get("available_kv_tokens", 0)
         ready = self.manager.ready
         decided = asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]}
-        decided |= asdict(decided.pop("limits"))
+        decided |= {"graphs": msgspec.to_builtins(ready.graphs)}
+        decided |= msgspec.to_builtins(decided.pop("limits"))
         options = dataclasses.asdict(self.config) | {
             name: "***" for name in SECRETS if getattr(self.config, name) is not None
         }

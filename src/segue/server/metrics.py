@@ -13,14 +13,19 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.disagg.lease import LeaseState
+from segue.disagg.offer import OfferState
 from segue.frontend.stats import Histogram, Stats
 from segue.launch.runtime import Runtime
-from segue.messages.control import LapsCounters, PauseMode
+from segue.messages.control import HandoverCounters, LapsCounters, PauseMode
+from segue.messages.kv import GoneReason
 from segue.messages.steps import EagerReason
 from segue.server.access import Access, Routes
 
 LABEL = "model_name"
 GRAPH_KINDS = ("decode", "forward", "prefill", "grid")
+OFFER_STATES = tuple(each.name.lower() for each in OfferState if each is not OfferState.ENDED)
+LEASE_STATES = tuple(each.name.lower() for each in LeaseState if each is not LeaseState.ENDED)
 _Make = Callable[..., Metric]
 
 routes = Routes(Access.METRICS, "Health")
@@ -110,6 +115,9 @@ class EngineCollector(Collector):
         yield histogram("step_time_seconds", text, stats.step)
         if now.laps is not None:
             yield from _laps_metrics(now.laps, stats, gauge, counter, histogram)
+        if now.handover is not None:
+            page_bytes = manager.ready.kv_bytes // (pages + 1)  # the pool has a scratch page
+            yield from _handover_metrics(now.handover, page_bytes, gauge, counter)
 
 
 def _laps_metrics(
@@ -126,6 +134,29 @@ def _laps_metrics(
     yield gauge("laps_cost_error", text, errors, "quantile")
     text = "Seconds from a request to its first token, by class."
     yield histogram("laps_time_to_first_token_seconds", text, stats.first_token_of, "class")
+
+
+def _handover_metrics(
+    handover: HandoverCounters, page_bytes: int, gauge: _Make, counter: _Make
+) -> Iterator[Metric]:
+    """Yields the metrics of handing KV over; ``page_bytes`` is the size of a page of the KV cache."""
+    offers, leases = dict.fromkeys(OFFER_STATES, 0), dict.fromkeys(LEASE_STATES, 0)
+    yield gauge("pd_offers", "Prompts whose KV is offered, by state.", offers | handover.offers, "state")
+    text = "Prompts whose KV is awaited, or whose pages may still be written to, by state."
+    yield gauge("pd_leases", text, leases | handover.leases, "state")
+    text = "Requests whose KV was handed over to another engine."
+    yield counter("pd_handed_over", text, handover.num_sent)
+    text = "Requests that go on with KV of another engine."
+    yield counter("pd_adopted", text, handover.num_adopted)
+    text = "Requests that computed their prompts themselves, by reason."
+    recomputed = dict.fromkeys((*get_args(GoneReason), "version"), 0) | handover.recomputed
+    yield counter("pd_recomputed", text, recomputed, "reason")
+    text = "Requests that failed because their KV did not come, by reason."
+    yield counter("pd_failed", text, dict.fromkeys(get_args(GoneReason), 0) | handover.failed, "reason")
+    text = "Bytes of KV that were handed over, or taken over."
+    yield counter("pd_transferred_bytes", text, handover.num_pages * page_bytes)
+    text = "Seconds from the first tokens of adopted requests to their adoption, in sum."
+    yield counter("pd_adoption_seconds", text, handover.adopt_s)
 
 
 def _metric(

@@ -31,19 +31,31 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
+from segue.messages.kv import (
+    BanWriters,
+    ConnectPeer,
+    DisconnectPeer,
+    PushEnded,
+    PushPages,
+    RankJoined,
+    WritersGone,
+)
+from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
-from segue.messages.weight_update import RankReply, Received, WeightCall, WithdrawCall
+from segue.messages.weight_update import WeightCall, WithdrawCall
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
 from segue.worker.throughput import Throughput
 
-if TYPE_CHECKING:  # both need torch, which these loops do not
+if TYPE_CHECKING:  # these need torch, which these loops do not
+    from segue.disagg.mover import Mover
     from segue.model_runner.executor import ForwardOutput
     from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
+    from segue.worker.kv_links import KVLinks
 
 
 OVERLAP_DEPTH = 2  # steps in flight, with overlap: a step is launched before the last one's result is read
@@ -66,6 +78,8 @@ class SchedulerLoop:
     outbox: zmq.Socket[bytes]  # PUSH, of `SchedulerMessage`
     followers: Sequence[zmq.Socket[bytes]] = ()  # PUSH, of `RankMessage`, one per further rank
     events: zmq.Socket[bytes]  # PULL, of the `RankEvent` of all ranks, this one included
+    kv_links: KVLinks | None = None  # to the workers that KV is handed to or comes from; None: --role both
+    mover: Mover | None = None  # of this rank's KV
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
     spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
     memory_usage: dict[str, int]
@@ -83,6 +97,7 @@ class SchedulerLoop:
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.monotonic())
         self._warned_of_non_finite = False
+        self._shown_handover = b""  # the counters that were reported last while no step ran
         self._running = True
 
     def run(self) -> None:
@@ -102,6 +117,7 @@ class SchedulerLoop:
             plan = self.scheduler.plan(time.monotonic())
             if plan is not None:
                 in_flight.append(self._launch(plan))
+            self._advance_handover()  # pages are granted by `plan` also if there is nothing to launch
             idle = not in_flight
             if in_flight and (plan is None or len(in_flight) == depth):
                 self._apply(in_flight.popleft())
@@ -149,6 +165,7 @@ class SchedulerLoop:
         A command is a list with one message per rank; rank 0's updater is in this process.
         """
         self._advance_pause()
+        self._advance_handover()
         answers, commands = self._weights.advance(time.monotonic())
         for answer in answers:
             self._send(answer)
@@ -156,6 +173,30 @@ class SchedulerLoop:
             for follower, command in zip(self.followers, others, strict=True):
                 follower.send(self._encode(command))
             self.updater.handle(own)
+
+    def _advance_handover(self) -> None:
+        """Send what handing over KV leads to: replies, commands to the ranks, messages to other workers."""
+        if self.kv_links is None or self.mover is None:
+            return
+        now, handover = time.monotonic(), self.scheduler.handover
+        handover.machine.advance(now)
+        commands, handover.machine.peers.commands = handover.machine.peers.commands, []
+        for command in commands:
+            self._send_to_followers(command)
+            self.mover.handle(command)
+        self.kv_links.flush(now)
+        replies, handover.replies = handover.replies, []
+        for reply in replies:
+            self._send(reply)
+        self._show_handover()
+
+    def _show_handover(self) -> None:
+        """Report offers and leases that have changed while no step runs, whose output would show them."""
+        if not self.scheduler.in_flight:
+            counters = self._encode(self.scheduler.handover.counters())
+            if counters != self._shown_handover:
+                self._shown_handover = counters
+                self._send(self.scheduler.output())
 
     def _advance_pause(self) -> None:
         """Send the pause machine's replies; a pause is shown and answered once every rank has drained."""
@@ -199,7 +240,7 @@ class SchedulerLoop:
         while self._running and self._poll(block):
             block = False
             if event := self._next_event():
-                self._weights.on_rank(event, time.monotonic())
+                self._on_event(event, time.monotonic())
             elif self.inbox.poll(0):
                 try:
                     message = self._decode(self.inbox.recv())
@@ -210,21 +251,34 @@ class SchedulerLoop:
             self._advance()  # so that the next message meets the state that this one has led to
         self._advance()
 
-    def _next_event(self) -> RankReply | Received | None:
+    def _on_event(self, event: RankEvent, now: float) -> None:
+        """Handle an event of a rank, or of a connection to another worker."""
+        self.scheduler.now = now
+        match event:
+            case PushEnded() | WritersGone():
+                self.scheduler.handover.machine.on_rank(event, now)
+            case LinkOpened() | LinkMessage() | LinkClosed():
+                assert self.kv_links is not None
+                self.kv_links.on_event(event, now)
+            case Drained() | RankJoined():
+                raise AssertionError(f"a rank sent {type(event).__name__}, which nobody awaits")
+            case _:
+                self._weights.on_rank(event, now)
+
+    def _next_event(self) -> RankEvent | None:
         """Return the oldest event of any rank, or None if there is none; never waits."""
         if self._early_events:
-            event = self._early_events.popleft()
-        else:
-            try:
-                event = self._decode_event(self.events.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return None
-        assert not isinstance(event, Drained), "a rank sent Drained without a Drain"
+            return self._early_events.popleft()
+        try:
+            event: RankEvent = self._decode_event(self.events.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
         return event
 
     def _take(self, message: FrontendMessage) -> None:
         """Handle one message of the frontend, and send at once what it leads to, such as ends of requests."""
         finished: list[Finished] = []
+        self.scheduler.now = time.monotonic()
         match message:
             case AddRequest():
                 answer = self.scheduler.add(message, time.monotonic())
@@ -264,7 +318,13 @@ class SchedulerLoop:
             return True
         if not block:
             return False
-        times = (self.scheduler.wake_at, self.scheduler.control.next_deadline, self._weights.next_deadline)
+        s = self.scheduler
+        times = (
+            s.wake_at,
+            s.control.next_deadline,
+            s.handover.machine.next_deadline,
+            self._weights.next_deadline,
+        )
         deadline = min((each for each in times if each is not None), default=math.inf)
         spun = min(time.monotonic() + self.spin, deadline)
         while time.monotonic() < spun:
@@ -296,6 +356,7 @@ def follow(
     messages: zmq.Socket[bytes],
     send: Callable[[RankEvent], None],
     turn: Turn,
+    mover: Mover | None = None,
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
@@ -317,5 +378,8 @@ def follow(
                 while in_flight:
                     in_flight.popleft().result()
                 send(Drained())
+            case ConnectPeer() | DisconnectPeer() | PushPages() | BanWriters():
+                assert mover is not None, "KV is handed over although --role is both"
+                mover.handle(message)
             case _:
                 updater.handle(message)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ import msgspec
 import zmq
 
 from segue.checkpoint.source import resolve
-from segue.config import EngineConfig
+from segue.config import EngineConfig, Role
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import freeze_heap
 from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
+from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
+from segue.worker.kv_links import KVLinks, make_hello, make_mover
 from segue.worker.loop import SchedulerLoop, follow
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
@@ -66,15 +68,28 @@ def run_scheduler(
         if started is None:
             return
         runner, steps = started
-        with closing(runner), closing(WeightUpdater(runner.served_weights(), sender.send)) as updater:
+        with ExitStack() as stack:
+            stack.enter_context(closing(runner))
+            updater = stack.enter_context(closing(WeightUpdater(runner.served_weights(), sender.send)))
+            scheduler = Scheduler(runner.limits, config, step_times=runner.step_times, num_ranks=size)
+            links, mover = None, None
+            if config.role != "both":
+                mover, address = make_mover(config, runner, run_dir, sender.send)
+                stack.callback(mover.close)
+                ranks = [address, *_addresses_of_followers(events, size)]
+                hello = make_hello(config, runner, ranks, lambda: scheduler.kv_identity)
+                links = KVLinks(config, hello, scheduler.handover.machine, sender.send)
+                stack.callback(links.close)
             loop = SchedulerLoop(
-                Scheduler(runner.limits, config),
+                scheduler,
                 runner,
                 updater,
                 inbox=inbox,
                 outbox=outbox,
                 followers=followers,
                 events=events,
+                kv_links=links,
+                mover=mover,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 turn=turn or Turn(),
@@ -82,7 +97,8 @@ def run_scheduler(
             )
             if not embedded:
                 freeze_heap()
-            outbox.send(msgspec.msgpack.encode(_ready(runner, steps)))
+            control_address = None if links is None else links.address
+            outbox.send(msgspec.msgpack.encode(_ready(runner, steps, config.role, control_address)))
             loop.run()
     finally:
         sender.close()
@@ -129,7 +145,7 @@ def start_runner(
         return None
 
 
-def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
+def _ready(runner: ModelRunner, steps: list[InitStep], role: Role, control_address: str | None) -> Ready:
     """Return the message that ends the start: what the frontend must know of the runner."""
     return Ready(
         limits=runner.limits,
@@ -140,7 +156,17 @@ def _ready(runner: ModelRunner, steps: list[InitStep]) -> Ready:
         weight_bytes=runner.weight_bytes,
         kv_bytes=runner.kv_bytes,
         init_steps=steps,
+        role=role,
+        control_address=control_address,
+        graphs=runner.graph_costs,
     )
+
+
+def _addresses_of_followers(events: zmq.Socket[bytes], size: int) -> list[RankAddress]:
+    """Return how the pools of all ranks but this one are reached; waits until the ranks have started."""
+    decode = msgspec.msgpack.Decoder(RankJoined).decode
+    joined = [decode(events.recv()) for _ in range(1, size)]
+    return [each.address for each in sorted(joined, key=lambda each: each.rank)]
 
 
 def _plan_address(run_dir: Path, rank: int) -> str:
@@ -186,7 +212,11 @@ def _run_follower(
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
         updater = WeightUpdater(runner.served_weights(), sender.send)
-        follow(runner, updater, messages, sender.send, turn)
+        mover = None
+        if config.role != "both":
+            mover, rank_address = make_mover(config, runner, run_dir, sender.send)
+            sender.send(RankJoined(rank=tp.rank, address=rank_address))
+        follow(runner, updater, messages, sender.send, turn, mover)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

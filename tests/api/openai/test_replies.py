@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, usage
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, choice, usage
 from segue.api.openai.requests import Wanted
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, Output
@@ -80,3 +81,10 @@ def test_usage_adds_up_choices() -> None:
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 8},
     }
+
+
+@pytest.mark.parametrize("dialect", [ChatDialect(TABLE), CompletionDialect(TABLE)])
+def test_a_prefill_engine_says_length_where_a_request_goes_on_elsewhere(dialect: Any) -> None:
+    output = Output("a", [0], [], [0], structs.replace(END, reason="handoff", num_tokens=1))
+    assert choice(dialect, 0, output, logprobs=False)["finish_reason"] == "length"
+    assert chunks(dialect, output)[-1]["choices"][0]["finish_reason"] == "length"

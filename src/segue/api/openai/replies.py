@@ -120,7 +120,7 @@ def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict
         "index": index,
         **dialect.content(output.text),
         "logprobs": dialect.logprobs(output) if logprobs else None,
-        "finish_reason": output.end.reason,
+        "finish_reason": output.end.client_reason,
     }
 
 
@@ -151,7 +151,7 @@ class Chunks:
             logprobs = encode(self._dialect.logprobs(output)) if self._logprobs else b"null"
             data += self._chunk(index, self._dialect.delta(output.text), logprobs)
         if output.end is not None:
-            data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.reason))
+            data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.client_reason))
         return data
 
     def usage(self, ends: Sequence[Finished]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from segue.api.bootstrap import BOOTSTRAP_RULES, BootstrapFields, bootstraps
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
@@ -50,6 +51,7 @@ RULES = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
     "stop": "a string or a list of strings",
     "content": 'a string or a list of {"type": "text", "text": …} parts',
+    **BOOTSTRAP_RULES,
 }
 
 
@@ -59,7 +61,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class SamplingBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(BootstrapFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
     model: str
@@ -165,6 +167,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
         options=SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
         add_special_tokens=False,
         param="messages",
+        bootstrap=bootstraps(body, 1)[0],
     )
     return _wanted(body, model, rid, [request])
 
@@ -179,8 +182,8 @@ def completion_call(body: CompletionRequest, model: ServedModel) -> Wanted:
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     requests = [
-        GenerateRequest(rid=each, prompt=prompt, options=options)
-        for each, prompt in zip(rids, prompts, strict=True)
+        GenerateRequest(rid=each, prompt=prompt, options=options, bootstrap=bootstrap)
+        for each, prompt, bootstrap in zip(rids, prompts, bootstraps(body, len(prompts)), strict=True)
     ]
     return _wanted(body, model, rid, requests)
 

@@ -1,0 +1,314 @@
+"""A prefill engine and a decode engine give what one engine gives, on a real model and by shared memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import segue
+from segue.errors import InvalidRequestError
+from segue.server.app import create_app
+
+PAGE_SIZE = 4
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "page_size": PAGE_SIZE,
+    "num_kv_tokens": 2048,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 24,
+    "log_level": "error",
+}
+TEXT = "The capital of France is Paris. Hello world, how are you today? " * 4
+ROOMS = itertools.count(1)
+
+
+class Pair:
+    """A prefill engine, a decode engine, and one that does both, all with the same options."""
+
+    def __init__(self, model: Path, tp: tuple[int, int] = (1, 1), **options: Any) -> None:
+        options = OPTIONS | {"model": str(model)} | options
+        self.model = model.name
+        self.whole = segue.Engine(**options, embedded=True)
+        ranks = [{"tp": count, "embedded": count == 1} for count in tp]
+        self.prefill = segue.Engine(role="prefill", disaggregation_bootstrap_port=0, **options, **ranks[0])
+        self.decode = segue.Engine(role="decode", **options, **ranks[1])
+        address = self.prefill.get_server_info()["decided"]["control_address"]
+        self.host, port = address.rsplit(":", 1)
+        self.port = int(port)
+        self.threads = ThreadPoolExecutor(64)
+
+    def where(self, count: int | None = None) -> dict[str, Any]:
+        """Returns the bootstrap fields of a call, or of a batch of ``count`` prompts, for both engines."""
+        rooms = next(ROOMS) if count is None else [next(ROOMS) for _ in range(count)]
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": rooms}
+
+    def split(self, **call: Any) -> tuple[Any, Any]:
+        """Returns the replies of the prefill and of the decode engine."""
+        prompts = call.get("input_ids") or call["prompt"]
+        is_batch = isinstance(prompts, list) and not isinstance(prompts[0], int)
+        call |= self.where(len(prompts) if is_batch else None)
+        first: Future[Any] = self.threads.submit(self.prefill.generate, **call)
+        second: Future[Any] = self.threads.submit(self.decode.generate, **call)
+        return first.result(60), second.result(60)
+
+    def handover(self, engine: segue.Engine) -> dict[str, Any]:
+        found: dict[str, Any] = engine.get_server_info()["internal_states"][0]["handover"]
+        return found
+
+    def compare(self, **call: Any) -> Any:
+        """Asserts that the pair replies what one engine replies, and recomputes nothing."""
+        call = {"return_logprob": True} | call  # ids alone hardly depend on the KV of a random model
+        before = self.handover(self.decode)
+        whole, (_, decoded) = self.whole.generate(**call), self.split(**call)
+        count = 1
+        for one, two in zip(*[r if isinstance(r, list) else [r] for r in (whole, decoded)], strict=True):
+            assert (two["output_ids"], two["text"]) == (one["output_ids"], one["text"])
+            names = ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")
+            for name in (*names, "output_top_logprobs", "input_token_logprobs", "weight_versions"):
+                assert two["meta_info"].get(name) == one["meta_info"].get(name), name
+            count = len(whole) if isinstance(whole, list) else 1
+        after = self.handover(self.decode)
+        assert after["recomputed"] == before["recomputed"] == {} and after["failed"] == {}
+        self.num_adopted = after["num_adopted"] - before["num_adopted"]
+        assert self.num_adopted <= count
+        return decoded
+
+    def close(self) -> None:
+        for engine in (self.whole, self.prefill, self.decode):
+            engine.shutdown()
+        self.threads.shutdown()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["overlap", "no overlap"])
+def pair(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(tiny_model, deterministic=True, disable_overlap=request.param)
+    yield pair
+    pair.close()
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return [(7 + 13 * seed + 31 * index * (seed + 1)) % 300 + 3 for index in range(count)]
+
+
+def greedy(count: int = 12, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | more
+
+
+@pytest.mark.parametrize("count", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 24, 25, 100])
+def test_at_the_edges_of_pages_and_chunks(pair: Pair, count: int) -> None:
+    pair.compare(input_ids=ids(count, seed=count), sampling_params=greedy())
+    assert pair.num_adopted == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_tokens(pair: Pair, count: int) -> None:
+    pair.compare(input_ids=ids(9, seed=50), sampling_params=greedy(count))
+    assert pair.num_adopted == count - 1, "after the last token there is nothing to hand over"
+
+
+def test_a_stop_token_as_first_token(pair: Pair) -> None:
+    first = pair.whole.generate(input_ids=ids(10, seed=3), sampling_params=greedy(1))["output_ids"][0]
+    params = greedy(12, stop_token_ids=[first])
+    reply = pair.compare(input_ids=ids(10, seed=3), sampling_params=params)
+    assert reply["output_ids"] == [first] and pair.num_adopted == 0
+
+
+@pytest.mark.parametrize("warm", [("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)
+def test_prompts_that_an_engine_has_in_its_prefix_cache(pair: Pair, warm: tuple[str, ...]) -> None:
+    prompt = ids(41, seed=90 + len("".join(warm)))
+    for name in warm:
+        getattr(pair, name).generate(input_ids=prompt[:30], sampling_params=greedy(1))
+    pair.compare(input_ids=prompt, sampling_params=greedy())
+    assert pair.num_adopted == 1
+
+
+def test_an_idle_decode_engine_answers_a_late_claim_at_once(pair: Pair) -> None:
+    call = {"input_ids": ids(20, seed=44), "sampling_params": greedy(2)}
+    seconds = 0.0
+    for _ in range(4):
+        where = pair.where()
+        pair.prefill.generate(**call, **where)  # its first token is known before the claim
+        begin = time.monotonic()
+        pair.decode.generate(**call, **where)
+        seconds += time.monotonic() - begin
+    assert seconds < 2.0, "a grant waits for the next ping, which comes after a second"
+
+
+def test_the_same_prompt_again(pair: Pair) -> None:
+    for _ in range(3):
+        pair.compare(input_ids=ids(32, seed=8), sampling_params=greedy())
+        assert pair.num_adopted == 1
+
+
+@pytest.mark.parametrize("start", [-1, 0, 5])
+def test_log_probabilities(pair: Pair, start: int) -> None:
+    pair.compare(
+        input_ids=ids(30, seed=60 + start),
+        sampling_params=greedy(),
+        return_logprob=True,
+        logprob_start_len=start,
+        top_logprobs_num=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.9, "sampling_seed": 11},
+        {"temperature": 0.9, "sampling_seed": 12, "top_k": 20, "top_p": 0.8},
+        {"temperature": 0.7, "sampling_seed": 13, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": {"9": 5.0}},
+        {"temperature": 0.0, "min_new_tokens": 4},
+    ],
+    ids=["seed", "filters", "penalties", "bias", "min"],
+)
+def test_sampling(pair: Pair, params: dict[str, Any]) -> None:
+    pair.compare(input_ids=ids(21, seed=70), sampling_params={"max_new_tokens": 16} | params)
+
+
+def test_a_prompt_goes_on_with_the_seed_of_its_first_token(pair: Pair) -> None:
+    params: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    seeded, prompt, where = params | {"sampling_seed": 11}, ids(12, seed=5), pair.where()
+    whole = pair.whole.generate(input_ids=prompt, sampling_params=seeded)
+    first = pair.prefill.generate(input_ids=prompt, sampling_params=seeded, **where)
+    decoded = pair.decode.generate(input_ids=prompt, sampling_params=params, **where)
+    assert decoded["output_ids"] == whole["output_ids"]
+    assert first["output_ids"] == whole["output_ids"][:1]
+    assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+
+
+def test_stop_strings_that_begin_in_the_first_token(pair: Pair) -> None:
+    text = pair.whole.generate(TEXT, greedy(8))["text"]
+    for begin in range(0, 3):
+        for end in range(begin + 1, begin + 4):
+            if stop := text[begin:end]:
+                reply = pair.compare(prompt=TEXT, sampling_params=greedy(8, stop=[stop]))
+                assert stop not in reply["text"]
+
+
+def test_a_batch(pair: Pair) -> None:
+    prompts = [ids(count, seed=count) for count in (3, 40, 17, 64, 5, 33, 4, 90, 12, 28, 7, 55)]
+    params = [greedy(4 + index) for index in range(len(prompts))]
+    pair.compare(input_ids=prompts, sampling_params=params)
+    assert pair.num_adopted == len(prompts)
+
+
+def test_a_stream(pair: Pair) -> None:
+    call: dict[str, Any] = {"input_ids": ids(37, seed=21), "sampling_params": greedy(10)}
+    whole = list(pair.whole.generate(**call, stream=True))
+    where = pair.where()
+    pair.threads.submit(pair.prefill.generate, **call, **where)
+    decoded = list(pair.decode.generate(**call, **where, stream=True))
+    assert decoded[-1]["output_ids"] == whole[-1]["output_ids"] and decoded[-1]["text"] == whole[-1]["text"]
+    assert 1 < len(decoded) <= 10, "tokens that come together are one event"
+
+
+def post(engine: segue.Engine, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send a body to an engine's HTTP routes."""
+    app = create_app(engine.config)
+    app.state.runtime = engine._runtime
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post(path, json=body)
+
+    response = engine._thread.call(send())
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/v1/completions", {"prompt": [ids(30, seed=1), ids(9, seed=2)]}, 2),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}, None),
+    ],
+    ids=["completions", "chat"],
+)
+def test_a_balancer_sends_one_openai_body_to_both_engines(
+    pair: Pair, path: str, body: dict[str, Any], count: int | None
+) -> None:
+    body = body | {"model": pair.model, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    before = pair.handover(pair.decode)["num_adopted"]
+    whole, split = post(pair.whole, path, body), body | pair.where(count)
+    first = pair.threads.submit(post, pair.prefill, path, split)
+    decoded = post(pair.decode, path, split)
+    assert (decoded["choices"], decoded["usage"]) == (whole["choices"], whole["usage"])
+    assert {choice["finish_reason"] for choice in first.result(60)["choices"]} == {"length"}
+    assert first.result()["usage"]["completion_tokens"] == (count or 1)
+    assert pair.handover(pair.decode)["num_adopted"] - before == (count or 1)
+
+
+def test_nothing_is_left_behind(pair: Pair) -> None:
+    pair.split(input_ids=ids(30, seed=33), sampling_params=greedy())
+    for engine in (pair.prefill, pair.decode):
+        assert pair.handover(engine)["leases"] == {} and pair.handover(engine)["offers"] == {}
+        assert engine.flush_cache(timeout=10)
+        state = engine.get_server_info()["internal_states"][0]
+        assert state["available_kv_tokens"] == OPTIONS["num_kv_tokens"]
+
+
+def test_both_engines_count_the_pages_and_have_empty_queues(pair: Pair) -> None:
+    before = [pair.handover(engine)["num_pages"] for engine in (pair.prefill, pair.decode)]
+    pair.compare(input_ids=ids(5 * PAGE_SIZE + 1, seed=77), sampling_params=greedy(3))
+    after = [pair.handover(engine) for engine in (pair.prefill, pair.decode)]
+    assert [now["num_pages"] - then for now, then in zip(after, before, strict=True)] == [6, 6]
+    assert after[1]["adopt_s"] > 0
+    for engine in (pair.whole, pair.prefill, pair.decode):
+        state = engine.get_server_info()["internal_states"][0]
+        assert [size for name, size in state.items() if name.startswith("disagg_")] == [0] * 4
+
+
+def test_a_prefill_engine_that_is_not_there(pair: Pair) -> None:
+    where = pair.where() | {"bootstrap_port": 1}
+    reply = pair.decode.generate(input_ids=ids(10), sampling_params=greedy(4), **where)
+    assert len(reply["output_ids"]) == 4, "an engine that answers alone computes the prompt itself"
+
+
+def test_a_request_without_a_role_is_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidRequestError, match=r"bootstrap_room=1: .*--role prefill"):
+        pair.whole.generate("x", bootstrap_host="127.0.0.1", bootstrap_port=1, bootstrap_room=1)
+
+
+def test_a_prefill_engine_refuses_to_decode(pair: Pair) -> None:
+    with pytest.raises(InvalidRequestError, match="--role is prefill, and the request may have 5 output"):
+        pair.prefill.generate("x", greedy(5))
+
+
+def test_a_room_is_used_once(pair: Pair) -> None:
+    where = pair.where()
+    pair.prefill.generate("x", greedy(5), **where)
+    with pytest.raises(InvalidRequestError, match="draw another id for every request"):
+        pair.prefill.generate("x", greedy(5), **where)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_engines_of_several_ranks(tiny_model: Path, sizes: tuple[int, int]) -> None:
+    """Each rank sends its heads of each page to the ranks that need them."""
+    pair = Pair(tiny_model, tp=sizes)
+    try:
+        for count in (PAGE_SIZE, 41):
+            call = {"input_ids": ids(count, seed=count), "sampling_params": greedy(6)}
+            whole, (_, decoded) = (
+                each(**call, return_logprob=True) for each in (pair.whole.generate, pair.split)
+            )
+            assert decoded["output_ids"] == whole["output_ids"]
+            one, two = (
+                [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+                for reply in (whole, decoded)
+            )
+            assert two == pytest.approx(one, abs=1e-5)  # ranks add in another order
+        assert pair.handover(pair.decode)["num_adopted"] == 2
+    finally:
+        pair.close()
