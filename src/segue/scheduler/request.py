@@ -175,6 +175,7 @@ class Step:
     prompt_logprobs: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of them)
     work: StepWork = NO_WORK  # what it computes
     long_work: StepWork = NO_WORK  # its part for long prompts
+    came_long: list[Request] = field(default_factory=list)  # long prompts that get their first token by it
 
     def decode(self, requests: list[Request]) -> None:
         """Add the decode part, one token per request, before any prefill: decode sequences come first.
@@ -227,6 +228,9 @@ class Step:
             request.outputs_launched += 1
             request.enter(DECODE)
             self.sampling.append(request)
+            if request.came_long:
+                request.came_long = False
+                self.came_long.append(request)
             self._sample_with(request.sampling_mode)
         return count
 

@@ -415,7 +415,6 @@ class Scheduler:
         finished: list[Finished] = []
         logprobs: dict[str, TokenLogprob] = {}
         prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-        long: list[str] = []
         for request, count in step.prompt_logprobs:
             if request.phase is FINISHED:
                 continue
@@ -432,9 +431,6 @@ class Scheduler:
                 finished.append(self._end_non_finite(request, f"output token {request.num_outputs + 1}"))
                 continue
             request.add_token(token, step.version)
-            if request.came_long:
-                long.append(request.rid)
-                request.came_long = False
             rids.append(request.rid)
             tokens.append(token)
             if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
@@ -446,6 +442,7 @@ class Scheduler:
             elif len(request.tokens) > (request.num_inserted + 1) * page_size:
                 self.insert_pages(request, len(request.tokens) - 1)
         self._settle()
+        long = [request.rid for request in step.came_long if request.rid in rids] if step.came_long else []
         totals = self.totals
         totals.output_tokens += len(tokens)
         totals.padded_tokens += result.padded_tokens
