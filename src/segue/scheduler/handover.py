@@ -77,23 +77,22 @@ class Handover:
 
     def launched(self, request: Request, step: Step, now: float) -> None:
         """Note that a step computes a chunk of a request's prompt."""
-        if request.handoff is not None and request.handoff.part == "prefill":
+        if (handoff := _offered(request)) is not None:
             identity = self._scheduler.kv_identity
-            self.machine.offers.launched(request.handoff.id, request.launched, step.plan.step, identity, now)
+            self.machine.offers.launched(handoff, request.launched, step.plan.step, identity, now)
 
     def prompt_logprobs(self, request: Request, entries: list[TokenLogprob]) -> None:
         """Pass logprobs of prompt tokens on to the decode worker."""
-        if request.handoff is not None and request.handoff.part == "prefill":
-            self.machine.offers.add_logprobs(request.handoff.id, entries)
+        if (handoff := _offered(request)) is not None:
+            self.machine.offers.add_logprobs(handoff, entries)
 
     def first(self, request: Request, logprob: TokenLogprob | None, reason: FinishReason, now: float) -> None:
         """Hand the first token of a request over; call this before the request ends with it."""
-        handoff = request.handoff
-        if handoff is None or handoff.part != "prefill":
+        if (handoff := _offered(request)) is None:
             return
-        offer = self.machine.offers.by_handoff.get(handoff.id)
+        offer = self.machine.offers.by_handoff.get(handoff)
         first = First(
-            handoff=handoff.id,
+            handoff=handoff,
             token=request.tokens[-1],
             logprob=logprob,
             version=request.versions[-1][0],
@@ -106,21 +105,21 @@ class Handover:
 
     def take_over(self, request: Request) -> bool:
         """Let a request's offer take over the pages and the lock that it gives up; returns whether it has."""
-        if request.handoff is None or request.handoff.part != "prefill":
+        if (handoff := _offered(request)) is None:
             return False
         assert request.node is not None
         hold = HeldPages(list(request.pages), request.num_inserted, request.node)
-        return self.machine.offers.take_over(request.handoff.id, hold)
+        return self.machine.offers.take_over(handoff, hold)
 
     def retracted(self, request: Request, now: float) -> None:
         """Note that the request has given up its KV, and waits."""
-        if request.handoff is not None and request.handoff.part == "prefill":
-            self.machine.offers.retracted(request.handoff.id, now)
+        if (handoff := _offered(request)) is not None:
+            self.machine.offers.retracted(handoff, now)
 
     def ended(self, request: Request, now: float) -> None:
         """Note that the request has ended."""
-        if request.handoff is not None and request.handoff.part == "prefill":
-            self.machine.offers.request_ended(request.handoff.id, now)
+        if (handoff := _offered(request)) is not None:
+            self.machine.offers.request_ended(handoff, now)
         elif request.handoff is not None:
             self.machine.leases.cancel(request.handoff.id, now)
 
@@ -337,6 +336,12 @@ class Handover:
         request.has_begun = True
         self._scheduler.leave(request, WAITING)
         self._scheduler.enqueue(request)
+
+
+def _offered(request: Request) -> int | None:
+    """Returns the handoff of a request whose KV this worker offers; None: it offers none."""
+    handoff = request.handoff
+    return handoff.id if handoff is not None and handoff.part == "prefill" else None
 
 
 def _fits(lease: Lease, here: KVIdentity) -> bool | None:
