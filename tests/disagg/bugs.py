@@ -16,8 +16,10 @@ from segue.disagg.offer import Offer, OfferEvent, OfferState
 from segue.disagg.offer_machine import OFFER, OfferMachine
 from segue.disagg.offers import Offers
 from segue.messages.kv import Claim, PushPages
-from segue.scheduler import handover
+from segue.scheduler import adoption
+from segue.scheduler.adoption import Adoption
 from segue.scheduler.handover import Handover
+from segue.scheduler.role import RoleControl
 
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}
@@ -112,13 +114,47 @@ def leases_keep_no_place_among_the_running_requests(patch: Patch) -> None:
 
 @bug
 def kv_of_any_weights_is_adopted(patch: Patch) -> None:
-    patch.setattr(handover, "_fits", lambda lease, here: True)
+    patch.setattr(adoption, "_fits", lambda lease, here: True)
+
+
+@bug
+def kv_of_weights_that_are_not_served_yet_is_adopted(patch: Patch) -> None:
+    fits = adoption._fits
+
+    def hasty(lease: Any, here: Any) -> bool | None:
+        is_newer = int(lease.sent.identities[-1].version) > int(here.version)
+        return False if is_newer else fits(lease, here)
+
+    patch.setattr(adoption, "_fits", hasty)
+
+
+@bug
+def kv_of_newer_weights_waits_for_ever(patch: Patch) -> None:
+    patch.setitem(LEASE[LeaseState.LANDED], LeaseEvent.NEWER, (LeaseState.AHEAD, ()))
+    patch.setitem(LEASE[LeaseState.AHEAD], LeaseEvent.COMMITTED, (LeaseState.AHEAD, ()))
+
+
+@bug
+def pages_that_wait_for_weights_are_forgotten(patch: Patch) -> None:
+    patch.setitem(LEASE[LeaseState.AHEAD], LeaseEvent.UNWANTED, (LeaseState.ENDED, ()))
+    patch.setitem(LEASE[LeaseState.AHEAD], LeaseEvent.SILENT, (LeaseState.ENDED, (LeaseMachine._give_up,)))
+
+
+@bug
+def pages_that_differ_from_their_checksums_are_used(patch: Patch) -> None:
+    patch.setitem(LEASE[LeaseState.GRANTED], LeaseEvent.SENT_SUMS, (LeaseState.LANDED, ()))
+
+
+@bug
+def pages_that_differ_are_forgotten(patch: Patch) -> None:
+    actions = (LeaseMachine._end_verifying, LeaseMachine._give_up)
+    patch.setitem(LEASE[LeaseState.VERIFYING], LeaseEvent.DIFFERS, (LeaseState.ENDED, actions))
 
 
 @bug
 def kv_of_two_weights_is_shared(patch: Patch) -> None:
-    fits = handover._fits
-    patch.setattr(handover, "_fits", lambda lease, here: None if fits(lease, here) is None else True)
+    fits = adoption._fits
+    patch.setattr(adoption, "_fits", lambda lease, here: None if fits(lease, here) is None else True)
 
 
 @bug
@@ -208,5 +244,41 @@ def pages_stay_in_quarantine(patch: Patch) -> None:
 
 
 @bug
+def a_role_is_entered_while_offers_live(patch: Patch) -> None:
+    patch.setattr(Offers, "num_open", lambda self, now: 0)
+
+
+@bug
+def a_role_is_entered_while_leases_live(patch: Patch) -> None:
+    left = RoleControl._left
+    patch.setattr(RoleControl, "_left", lambda self: left(self) | {"leases": 0})
+
+
+@bug
+def a_role_is_entered_while_requests_run(patch: Patch) -> None:
+    left = RoleControl._left
+    patch.setattr(RoleControl, "_left", lambda self: left(self) | {"requests": 0})
+
+
+@bug
+def work_that_goes_is_still_taken(patch: Patch) -> None:
+    def check(self: RoleControl, handoff: Any, most_outputs: int) -> None:
+        pass
+
+    patch.setattr(RoleControl, "check", check)
+
+
+@bug
+def a_role_change_has_no_end(patch: Patch) -> None:
+    due = RoleControl.due
+
+    def patient(self: RoleControl, now: float) -> Any:
+        self._until = inf
+        return due(self, now)
+
+    patch.setattr(RoleControl, "due", patient)
+
+
+@bug
 def an_adopted_request_is_not_announced(patch: Patch) -> None:
-    patch.setattr(Handover, "announce", lambda self, step: None)
+    patch.setattr(Adoption, "announce", lambda self, step: None)

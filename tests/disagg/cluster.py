@@ -8,30 +8,50 @@ at that moment, and each request's output must be that of the fake model.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
-from segue.disagg.lease import LeaseState
+import numpy as np
+
+from segue.disagg.lease import LOST_S, LeaseState
 from segue.disagg.offer import HeldPages
-from segue.messages.control import PauseMode
+from segue.disagg.transports.choice import TRAITS
+from segue.errors import RoleChangedError
+from segue.messages.control import PauseMode, RoleSet, SchedulerOutput, SetRole
+from segue.messages.fleet import Role
 from segue.messages.kv import (
     BanWriters,
     ConnectPeer,
     DisconnectPeer,
+    Gone,
+    HeadSums,
     Hello,
     KVIdentity,
     KVMessage,
+    PagesVerified,
+    Pong,
     PushEnded,
     PushPages,
+    ReservePages,
+    Sent,
+    VerifyPages,
     WritersGone,
 )
 from segue.messages.requests import Abort, AddRequest, Finished, Handoff, Rejected, SamplingParams, pack_ids
 from segue.messages.steps import StepPlan, StepResult
+from segue.scheduler.adoption import Adoption
+from segue.scheduler.handover import Handover
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.request import Request
+from segue.scheduler.role import WORK, kind_of
+from segue.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import FakeDevice, Simulation
 
+TIMES = (0.01, 0.5, 0.5, 3.0, 11.0)  # seconds by which the clock moves
 VERSIONS_MAY_MIX = -1  # the epoch of a request that may read KV of the version before its own
 
 
@@ -52,10 +72,47 @@ class Device(FakeDevice):
     def check_version(self, slot: int, version: str) -> None:
         """Assert that a request reads KV of its weights, or of those that these have replaced in place."""
         (request,) = (r for r in self.sim.scheduler.running.values() if r.slot == slot)
-        oldest = int(self.born[slot])
-        if request.kv_epoch == VERSIONS_MAY_MIX:
+        oldest, newest = int(self.born[slot]), self.sim.scheduler.kv_epoch
+        if request.kv_epoch == VERSIONS_MAY_MIX:  # the two versions of one commit, here or at its source
             oldest = self.sim.adopted_at[request.rid] - 1
+            newest = max(newest, self.sim.adopted_at[request.rid] + 1)
         assert int(version) >= oldest, "KV of old weights was shared"
+        assert int(version) <= newest, "KV of weights that are not served is read"
+
+
+class NotingHandover(Handover):
+    """Notes which requests end because pages are lost."""
+
+    def __init__(self, scheduler: Scheduler, device: Device) -> None:
+        super().__init__(scheduler)
+        self.adoption = self.noting = NotingAdoption(self, scheduler, device)
+        self.without_pages: set[str] = set()  # rids
+
+    def fail_without_pages(self, request: Request) -> None:
+        """Assert that a last word is long overdue for all pages that are lent."""
+        holds = list(self.machine.leases.holds())
+        states = {lease.state for lease, _ in holds}
+        assert holds and states <= {LeaseState.REVOKED, LeaseState.QUARANTINED}, f"{request.rid}: {states}"
+        assert all(self._scheduler.now >= lease.left_at + LOST_S for lease, _ in holds), request.rid
+        self.without_pages.add(request.rid)
+        super().fail_without_pages(request)
+
+
+class NotingAdoption(Adoption):
+    """Notes when requests are adopted."""
+
+    def __init__(self, handover: Handover, scheduler: Scheduler, device: Device) -> None:
+        super().__init__(handover, scheduler)
+        self._device = device
+        self.adopted_at: dict[str, int] = {}  # rid -> the epoch of the weights
+
+    def start_decode(self, request: Request, hold: HeldPages, *, kv_epoch: int) -> None:
+        self.adopted_at[request.rid] = self._scheduler.kv_epoch
+        size = self._scheduler.limits.page_size
+        entries = (self._device.kv[hold.pages[p // size], p % size] for p in range(request.prompt_len))
+        oldest = min(int(version) for _, version in entries)
+        assert oldest <= self._scheduler.kv_epoch, "KV of weights that were never served here is adopted"
+        super().start_decode(request, hold, kv_epoch=kv_epoch)
 
 
 @dataclass
@@ -64,33 +121,42 @@ class Push:
 
     command: PushPages
     num_written: int = 0
+    crcs: list[int] = field(default_factory=list)  # of the pages that are written
 
 
 class Worker(Simulation):
     """One worker: its scheduler, its device, and the pushes that it runs."""
 
-    def __init__(self, name: str, work: str, incarnation: str, **limits: int) -> None:
-        super().__init__(**limits)
-        self.name, self.work, self.incarnation = name, work, incarnation
+    def __init__(self, name: str, work: Role, incarnation: str, **limits: int) -> None:
+        super().__init__(**({"role": work} | limits))  # type: ignore[arg-type]
+        self.name, self.incarnation = name, incarnation
         self.device = Device(self.limits)
         self.device.sim = self
-        self.machine = self.scheduler.handover.machine
+        self.scheduler.handover = handover = NotingHandover(self.scheduler, self.device)
+        self.machine = handover.machine
         self.written: dict[int, int] = {}  # page -> the last step that wrote to it
         self.applied = 0  # the last step whose result was read
         self.pushes: list[Push] = []
         self.connected: set[str] = set()  # sessions whose memory is open
+        self.comparisons: list[VerifyPages] = []  # of pages with checksums, which are to be made
         self.banned: set[str] = set()  # sessions that nobody may write for any more
         self.unproven: set[str] = set()  # those of them for which somebody may still write
         self.wants_commit: str | None = None  # the version that is to be committed
+        self.commit_mode: PauseMode | None = None  # how, unless the commit has begun
         self.errors: dict[str, str] = {}
-        self.adopted_at: dict[str, int] = {}  # rid -> the epoch of the weights
-        adopt = self.scheduler.handover.start_decode
+        self.leaving_until = 0.0  # when its old role is back
+        self.adopted_at = handover.noting.adopted_at
+        self.without_pages = handover.without_pages
 
-        def note(request: Request, hold: HeldPages, *, kv_epoch: int) -> None:
-            self.adopted_at[request.rid] = self.scheduler.kv_epoch
-            adopt(request, hold, kv_epoch=kv_epoch)
+    @property
+    def role(self) -> Role:
+        """Which work it does now."""
+        return self.scheduler.roles.role
 
-        self.scheduler.handover.start_decode = note  # type: ignore[method-assign]
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its role is about to change."""
+        return self.scheduler.roles.next_role is not None
 
     def start(self, rid: str, prompt: list[int], params: SamplingParams, handoff: Handoff | None) -> bool:
         """Send a request; returns whether it was accepted."""
@@ -110,7 +176,7 @@ class Worker(Simulation):
         self.scheduler.now = self.now
         self.end(self.scheduler.abort(Abort(rid)))
 
-    def apply(self):  # type: ignore[no-untyped-def]
+    def apply(self) -> SchedulerOutput:
         """Apply the oldest result."""
         self.applied = self.scheduler.in_flight[0].plan.step
         return super().apply()
@@ -137,7 +203,7 @@ class Worker(Simulation):
             engine_id=self.name,
             incarnation=self.incarnation,
             boot_id="",
-            work=[self.work],  # type: ignore[list-item]
+            work=[] if self.role == "both" else [self.role],
             model="",
             tokenizer="",
             dtype="",
@@ -154,6 +220,40 @@ class Worker(Simulation):
             ranks=[],
             nonce=bytes(32),
         )
+
+    def crc(self, page: int) -> int:
+        """The checksum of a page."""
+        entries = [self.device.kv.get((page, offset)) for offset in range(self.limits.page_size)]
+        return zlib.crc32(repr(entries).encode())
+
+    def compare(self, command: VerifyPages) -> None:
+        """Compare pages with their checksums."""
+        self.comparisons.remove(command)
+        (sums,) = command.sums
+        found = np.array([self.crc(page) for page in command.pages], np.uint32).tobytes()
+        error = "" if found == sums.crcs else "a page differs"
+        self.machine.on_rank(PagesVerified(ticket=command.ticket, error=error), self.now)
+
+    def check_role(self) -> None:
+        """Assert that there is only work of the role, that a change ends in time, and what it refuses."""
+        roles, machine = self.scheduler.roles, self.machine
+        kinds = {kind_of(r.handoff, r.most_outputs) for r in self.scheduler.requests.values()}
+        assert kinds <= WORK[roles.role]
+        assert roles.role == "prefill" or not list(machine.offers)
+        assert roles.role == "decode" or not list(machine.leases)
+        if roles.next_role is not None:
+            assert self.now < self.leaving_until, "the old role should be back"
+            going = WORK[roles.role] - WORK[roles.next_role]
+            for handoff in (Handoff(id=0, part="prefill"), Handoff(id=0, part="decode"), None):
+                if kind_of(handoff, 2) in going:
+                    assert self._refuses(handoff), "work that goes is taken"
+
+    def _refuses(self, handoff: Handoff | None) -> bool:
+        try:
+            self.scheduler.roles.check(handoff, 2)
+        except RoleChangedError:
+            return True
+        return False
 
     def check_memory(self) -> None:
         """Assert that every page, slot and lock has one owner."""
@@ -177,8 +277,12 @@ class Connection:
 class Cluster:
     """Workers, connections and the router's bookkeeping of requests."""
 
-    def __init__(self, random: Random, num_prefill: int = 1, num_decode: int = 2) -> None:
+    def __init__(
+        self, random: Random, num_prefill: int = 1, num_decode: int = 2, transport: str = "shm"
+    ) -> None:
         self.random = random
+        self.transport = transport
+        self.cut_at: dict[str, float] = {}  # session -> when its connection was cut
         self.now = 0.0
         self.sizes = {
             "page_size": random.choice([1, 2, 4]),
@@ -194,7 +298,12 @@ class Cluster:
         self.num_connections = 0
         self.sessions: dict[str, tuple[Worker, Worker]] = {}  # the decode worker and the prefill worker
         self.num_requests = 0
+        self.has_checksums = random.random() < 0.5
+        self.num_flipped = 0  # pages that were written wrongly
+        self.asked: dict[tuple[str, int], Worker] = {}  # (prefill incarnation, lease) -> decode worker
         self.version = 0
+        self.num_role_changes = 0
+        self.role_replies: list[RoleSet] = []
         self.ended: dict[str, int] = {}
         self.handoffs: dict[str, tuple[int, list[int], SamplingParams, str]] = {}  # rid -> …, prefill worker
         for index in range(num_prefill):
@@ -202,7 +311,7 @@ class Cluster:
         for index in range(num_decode):
             self.spawn(f"d{index}", "decode")
 
-    def spawn(self, name: str, work: str) -> Worker:
+    def spawn(self, name: str, work: Role) -> Worker:
         """Start a worker, or another one in a dead one's place."""
         self.num_incarnations += 1
         options: dict[str, int] = dict(self.sizes)
@@ -212,18 +321,21 @@ class Cluster:
         worker.now = self.now
         worker.scheduler.now = self.now
         for number in range(1, self.version + 1):  # it starts with the weights that are served now
-            worker.scheduler.commit(str(number), flush_cache=False)
+            worker.scheduler.weights.commit(str(number), flush_cache=False)
         return worker
 
     @property
     def prefills(self) -> list[Worker]:
-        """The live prefill workers."""
-        return [worker for worker in self.workers.values() if worker.work == "prefill"]
+        """The live prefill workers that take requests."""
+        return self._workers_of("prefill")
 
     @property
     def decodes(self) -> list[Worker]:
-        """The live decode workers."""
-        return [worker for worker in self.workers.values() if worker.work == "decode"]
+        """The live decode workers that take requests."""
+        return self._workers_of("decode")
+
+    def _workers_of(self, role: Role) -> list[Worker]:
+        return [each for each in self.workers.values() if each.role == role and not each.is_leaving]
 
     # --- what the network does ---
 
@@ -233,14 +345,18 @@ class Cluster:
         peers = worker.machine.peers
         for number, message in peers.messages:
             for connection in self.connections:
+                if connection.number == number:
+                    self.check_lease(worker, connection.ends[connection.ends[0] is worker], message)
                 if connection.number == number and not connection.is_cut:
                     connection.queues[connection.ends[0] is worker].append(message)
         for number, reason in peers.closes:
-            assert any(word in reason for word in ("stuck", "Sent nor Gone", "another connection", "dead")), (
-                reason
-            )
+            causes = ("stuck", "Sent nor Gone", "another connection", "dead", "role has changed")
+            assert any(cause in reason for cause in causes), reason
             for connection in [each for each in self.connections if each.number == number]:
-                self.cut(connection)
+                if "role" in reason:
+                    self.end_connection(connection, worker)
+                else:
+                    self.cut(connection)
         commands, peers.commands = peers.commands, []
         for command in commands:
             match command:
@@ -253,15 +369,25 @@ class Cluster:
                     worker.unproven.add(command.session)
                 case PushPages():
                     worker.pushes.append(Push(command))
+                case VerifyPages():
+                    worker.comparisons.append(command)
         connects, peers.connects = peers.connects, []
         peers.messages, peers.closes = [], []
         for address in connects:
             self.connect(worker, address)
 
+    def check_lease(self, worker: Worker, to: Worker, message: KVMessage) -> None:
+        """Assert that the last word on a lease goes to the worker that was asked for its pages."""
+        match message:
+            case ReservePages():
+                self.asked[worker.incarnation, message.lease] = to
+            case Sent() | Gone() if message.lease:
+                assert self.asked[worker.incarnation, message.lease] is to, "another worker's lease is ended"
+
     def connect(self, worker: Worker, address: str) -> None:
         """Open a connection from a worker to an address."""
         other = self.workers.get(address)
-        if other is None:
+        if other is None or other.role != "prefill" or worker.role != "decode":
             worker.machine.on_unreachable(address, self.now)
             self.flush(worker)
             return
@@ -270,8 +396,8 @@ class Cluster:
         self.connections.append(connection)
         session = f"s{connection.number}"
         self.sessions[session] = worker, other
-        other.machine.on_opened(connection.number, session, None, worker.hello(), "fake", self.now)
-        worker.machine.on_opened(connection.number, session, address, other.hello(), "fake", self.now)
+        other.machine.on_opened(connection.number, session, None, worker.hello(), self.transport, self.now)
+        worker.machine.on_opened(connection.number, session, address, other.hello(), self.transport, self.now)
         self.flush(other)
         self.flush(worker)
 
@@ -293,9 +419,26 @@ class Cluster:
     def cut(self, connection: Connection) -> None:
         """Cut a connection: a part of what is under way still arrives."""
         connection.is_cut = True
+        self.cut_at.setdefault(f"s{connection.number}", self.now)
         for queue in connection.queues:
             for _ in range(self.random.randint(0, len(queue))):
                 queue.pop()
+
+    def end_connection(self, connection: Connection, by: Worker) -> None:
+        """Close a connection in good order: all that its closer has sent before still arrives."""
+        connection.is_cut = True
+        end = connection.ends.index(by)
+        connection.told[end] = True
+        connection.queues[end].clear()
+
+    def ping(self, connection: Connection) -> None:
+        """The decode worker's connection asks whether the other end computes, and its thread answers."""
+        decode, prefill = connection.ends
+        if self.workers.get(prefill.name) is prefill and self.workers.get(decode.name) is decode:
+            in_flight = prefill.scheduler.in_flight
+            step = in_flight[-1].plan.step if in_flight else 0
+            decode.machine.on_message(connection.number, Pong(step=step, busy=bool(in_flight)), self.now)
+            self.flush(decode)
 
     def pending(self) -> list[tuple[Connection, int]]:
         """Returns the ends of connections that something can be delivered to."""
@@ -312,7 +455,7 @@ class Cluster:
         """Returns the pushes that may go on: the step that they wait for has ended."""
         return [
             (worker, push)
-            for worker in self.prefills
+            for worker in self.workers.values()
             for push in worker.pushes
             if push.command.after_step <= worker.applied
         ]
@@ -327,13 +470,18 @@ class Cluster:
             or (command.session in target.banned and command.session not in target.unproven)
         ):
             worker.pushes.remove(push)
-            worker.machine.on_rank(PushEnded(ticket=command.ticket, error="it failed"), self.now)
+            worker.machine.on_rank(PushEnded(ticket=command.ticket, at=self.now, error="it failed"), self.now)
         elif push.num_written < len(command.sources):
+            push.crcs.append(worker.crc(command.sources[push.num_written]))
             self.write(worker, target, command, push.num_written)
             push.num_written += 1
         else:
             worker.pushes.remove(push)
-            worker.machine.on_rank(PushEnded(ticket=command.ticket), self.now)
+            sums = []
+            if self.has_checksums:
+                crcs = np.array(push.crcs, np.uint32).tobytes()
+                sums = [HeadSums(target_rank=0, head=0, num_heads=1, crcs=crcs)]
+            worker.machine.on_rank(PushEnded(ticket=command.ticket, at=self.now, sums=sums), self.now)
         self.flush(worker)
 
     def write(self, source: Worker, target: Worker, command: PushPages, index: int) -> None:
@@ -353,11 +501,14 @@ class Cluster:
                 target.device.kv[to, offset] = entry
             else:
                 target.device.kv.pop((to, offset), None)
+        if self.has_checksums and self.random.random() < 0.03:
+            target.device.kv[to, 0] = 0, "0"
+            self.num_flipped += 1
 
     # --- what clients and operators do, and what fails ---
 
-    def request(self) -> None:
-        """A client's request is split between a prefill and a decode worker; their legs come in any order."""
+    def request(self, *, twice: bool) -> None:
+        """A client's request is split between a prefill and a decode worker, or by mistake two of these."""
         self.num_requests += 1
         rid = f"r{self.num_requests}"
         stem = self.random.choice([[7] * 30, list(range(30)), [1, 2]])
@@ -370,10 +521,25 @@ class Cluster:
             stop_token_ids=tuple(self.random.sample(range(50), self.random.choice([0, 4]))),
             prompt_logprobs_start=self.random.choice([-1, -1, 0, 3]),
         )
+        if not (self.prefills and self.decodes):
+            return
         source = self.random.choice(self.prefills)
         self.handoffs[rid] = self.num_requests, prompt, params, source.name
         self.prefill_leg(rid)
-        self.decode_leg(rid, self.random.choice(self.decodes))
+        for worker in self.random.sample(self.decodes, min(1 + twice, len(self.decodes))):
+            self.decode_leg(rid, worker)
+
+    def whole_request(self) -> None:
+        """A client's request is served by one worker alone."""
+        takers = [w for w in self.workers.values() if w.role != "prefill" and not w.is_leaving]
+        if not takers:
+            return
+        self.num_requests += 1
+        params = SamplingParams(max_new_tokens=self.random.choice([2, 5]))
+        prompt = self.random.choices(range(50), k=self.random.randint(1, 9))
+        worker = self.random.choice(takers)
+        worker.start(f"r{self.num_requests}", prompt, params, None)
+        self.flush(worker)
 
     def prefill_leg(self, rid: str) -> None:
         """Send the prefill leg to its worker."""
@@ -402,15 +568,18 @@ class Cluster:
                 connection.queues[connection.ends.index(worker)].clear()
                 self.cut(connection)
         del self.workers[worker.name]
-        lost = [rid for rid in worker.scheduler.requests if worker.work == "decode"]
-        self.spawn(worker.name, worker.work)
+        self.num_role_changes -= worker.is_leaving  # nobody answers
+        parts = [(rid, request.handoff) for rid, request in worker.scheduler.requests.items()]
+        lost = [rid for rid, handoff in parts if handoff is not None and handoff.part == "decode"]
+        self.spawn(worker.name, worker.scheduler.config.role)
         for rid in lost:  # the router sends a lost decode leg to another worker
-            self.decode_leg(rid, self.random.choice([each for each in self.decodes]))
+            if takers := [each for each in self.decodes if rid not in each.prompts]:
+                self.decode_leg(rid, self.random.choice(takers))
 
     def silent(self) -> list[tuple[Worker, str]]:
         """Returns the sessions that a decode worker's transport can prove to have no writer any more."""
         found = []
-        for worker in self.decodes:
+        for worker in self.workers.values():
             for session in sorted(worker.unproven):
                 source = self.sessions[session][1]
                 is_dead = self.workers.get(source.name) is not source
@@ -425,13 +594,19 @@ class Cluster:
         self.flush(worker)
 
     def new_weights(self, mode: PauseMode) -> None:
-        """All workers get new weights, each when it is ready."""
+        """All workers get new weights, and serve them from different times on."""
         if any(worker.wants_commit for worker in self.workers.values()):
             return
         self.version += 1
         for worker in self.workers.values():
-            worker.wants_commit = str(self.version)
-            worker.scheduler.hold(mode)
+            worker.wants_commit, worker.commit_mode = str(self.version), mode
+            worker.scheduler.weights.is_updating = True
+
+    def begin_commit(self, worker: Worker) -> None:
+        """The trainer asks a worker for the commit."""
+        if worker.commit_mode is not None:
+            worker.scheduler.weights.hold(worker.commit_mode)
+            worker.commit_mode = None
             self.advance(worker)
 
     def pause(self, worker: Worker, mode: PauseMode) -> None:
@@ -444,15 +619,28 @@ class Cluster:
         worker.now = worker.scheduler.now = self.now
         for reply in worker.scheduler.control.advance(self.now):
             worker.end(getattr(reply, "finished", []))
-        if worker.wants_commit is not None and worker.scheduler.stands_still:
+        weights = worker.scheduler.weights
+        if worker.wants_commit is not None and worker.commit_mode is None and weights.stands_still:
             flush = worker.scheduler.control.holders["weight_commit"] == "retract"
-            worker.scheduler.commit(worker.wants_commit, flush_cache=flush)
-            worker.wants_commit = None
-            worker.scheduler.release()
+            weights.commit(worker.wants_commit, flush_cache=flush)
+            worker.wants_commit, weights.is_updating = None, False
+            weights.release()
             for reply in worker.scheduler.control.advance(self.now):
                 worker.end(getattr(reply, "finished", []))
         worker.machine.advance(self.now)
+        roles = worker.scheduler.roles
+        if roles.due(self.now) is not None:
+            roles.enter(None)
+        self.role_replies += roles.replies
+        roles.replies = []
         self.flush(worker)
+
+    def change_role(self, worker: Worker, role: Role, timeout_s: float) -> None:
+        """The operator gives a worker another role."""
+        self.num_role_changes += 1
+        worker.scheduler.roles.set(SetRole(self.num_role_changes, role, timeout_s), self.now)
+        worker.leaving_until = self.now + timeout_s
+        self.advance(worker)
 
     def step(self, worker: Worker) -> None:
         """Launch a step or read the oldest result."""
@@ -465,17 +653,27 @@ class Cluster:
         self.advance(worker)
 
     def pass_time(self, seconds: float) -> None:
-        """Move the clock of all workers."""
+        """Move the clock of all workers; what was under way on connections that were cut long ago fails."""
         self.now += seconds
+        if not TRAITS[self.transport].proves_gone:
+            for worker in self.workers.values():
+                for push in list(worker.pushes):
+                    if self.cut_at.get(push.command.session, inf) + LOST_S <= self.now:
+                        self.move(worker, push, fails=True)
         for worker in list(self.workers.values()):
             self.advance(worker)
 
     # --- a run ---
 
-    def act(self, *, faults: bool = True) -> None:
-        """Do one random thing."""
+    def act(self, *, faults: bool = True, more: Sequence[str] = (), times: Sequence[float] = TIMES) -> None:
+        """Do one random thing.
+
+        ``faults``: it may be a fault, a pause or an update; ``more``: it may be one of these too; ``times``:
+        the seconds by which the clock may move.
+        """
         random = self.random
         kinds = ["step"] * 10 + ["deliver"] * 10 + ["move"] * 6 + ["request"] * 3 + ["time"] * 2
+        kinds += [*more, *["verify"] * 3 * self.has_checksums, "ping"]
         if faults:
             kinds += [
                 "abort",
@@ -490,6 +688,10 @@ class Cluster:
                 "continue",
             ]
         match random.choice(kinds):
+            case "role":
+                workers, names = list(self.workers.values()), list(WORK)
+                worker, role = random.choice(workers), random.choice(names)
+                self.change_role(worker, role, timeout_s=random.choice([0.0, 2.0, 30.0]))
             case "step":
                 self.step(random.choice(list(self.workers.values())))
             case "deliver":
@@ -498,10 +700,21 @@ class Cluster:
             case "move":
                 if movable := self.movable():
                     self.move(*random.choice(movable))
+            case "ping":
+                if open_ones := [each for each in self.connections if not each.is_cut]:
+                    self.ping(random.choice(open_ones))
+            case "verify":
+                if comparing := [worker for worker in self.workers.values() if worker.comparisons]:
+                    worker = random.choice(comparing)
+                    worker.compare(random.choice(worker.comparisons))
+                    self.flush(worker)
             case "request":
-                self.request()
+                if random.random() < 0.1:
+                    self.whole_request()
+                else:
+                    self.request(twice=faults and random.random() < 0.3)
             case "time":
-                self.pass_time(random.choice([0.01, 0.5, 0.5, 3.0, 11.0]))
+                self.pass_time(random.choice(times))
             case "abort":
                 if live := self.live():
                     worker, rid = random.choice(live)
@@ -521,6 +734,8 @@ class Cluster:
                     self.prove(*random.choice(silent))
             case "weights":
                 self.new_weights(random.choice(["in_place", "retract"]))
+                for worker in self.workers.values():
+                    self.begin_commit(worker)
             case "pause":
                 if random.random() < 0.5:
                     self.pause(
@@ -537,6 +752,7 @@ class Cluster:
         """Assert what must hold at any time."""
         for worker in self.workers.values():
             worker.check_memory()
+            worker.check_role()
             for rid, output in worker.outputs.items():
                 assert output == worker.expected(rid)[: len(output)], f"{rid} on {worker.name}"
 
@@ -546,6 +762,7 @@ class Cluster:
             while worker.results:
                 worker.apply()
             worker.scheduler.control.release("user")
+            self.begin_commit(worker)
             self.advance(worker)
         for turn in range(500):
             moved = False
@@ -564,12 +781,18 @@ class Cluster:
             while movable := self.movable():
                 self.move(*movable[0])
                 moved = True
+            for worker in self.workers.values():
+                while worker.comparisons:
+                    worker.compare(worker.comparisons[0])
+                    moved = True
             if not moved:
-                if not self.live() and not self.left():
+                leaving = any(worker.is_leaving for worker in self.workers.values())
+                if not (self.live() or self.left() or leaving):
                     break
                 self.pass_time(1.0)
                 assert turn < 450, f"after {self.now} s there are {self.live()} and {self.left()}"
         self.check()
+        assert len(self.role_replies) == self.num_role_changes, "each change of a role is answered once"
         for worker in self.workers.values():
             self.check_ends(worker)
 
@@ -594,6 +817,8 @@ class Cluster:
                     assert output == expected[:1] and len(expected) > 1
                 case "length" | "stop":
                     assert output == expected
+                case "error" if rid in worker.without_pages:
+                    assert finished.error == "KVCapacityLostError"
                 case "error":
                     assert finished.error == "HandoverError" and output == []
             first = worker.params[rid].prompt_logprobs_start

@@ -17,7 +17,9 @@ from segue.messages.kv import (
     Gone,
     GoneReason,
     Grant,
+    HeadSums,
     KVIdentity,
+    PushEnded,
     PushPages,
     ReservePages,
     Revoke,
@@ -27,6 +29,7 @@ from segue.messages.requests import FinishReason, TokenLogprob, pack_ids
 from tests.support.kv_hello import hello
 
 PAGE_SIZE = 4
+VOCAB_SIZE = 1000
 NUM_TOKENS = 10  # of the prompt: two full pages, and one with two tokens
 HASH = b"the prompt"
 V1 = KVIdentity("v1", 1)
@@ -58,6 +61,13 @@ class FakeHandoverPort:
     def release(self, hold: HeldPages) -> None:
         self.home += hold.pages
 
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def may_start(self, rid: str) -> bool:
+        return True
+
     def take(self, rid: str) -> HeldPages | None:
         return self.room.pop(0) if self.room else None
 
@@ -76,6 +86,7 @@ class Side:
         self.peers = Peers()
         self.num_links = 0
         self.now = 0.0
+        self.transport = "shm"  # of connections that are opened
 
     def link(self, name: str, address: str | None = None) -> None:
         """Open a connection to a peer."""
@@ -86,6 +97,7 @@ class Side:
                 number=self.num_links,
                 session=f"s{self.num_links}",
                 hello=hello(role, incarnation=name),
+                transport=self.transport,
                 addresses=set() if address is None else {address},
             )
         )
@@ -168,7 +180,7 @@ class PrefillSide(Side):
     def end_pushes(self, error: str = "") -> None:
         """All pushes end."""
         for ticket in list(self.offer.pushes):
-            self.offers.push_ended(ticket, error, 1.0)
+            self.offers.push_ended(PushEnded(ticket=ticket, at=1.0, error=error), 1.0)
 
     def reach(self, state: str) -> None:
         """Bring handoff 1 into a state, with its first chunk of 4 tokens launched."""
@@ -191,7 +203,7 @@ class DecodeSide(Side):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases = Leases(self.port, self.peers)
+        self.leases = Leases(self.port, self.peers, num_ranks=2)
         self.link("p0", ADDRESS)
         self.lease = self.new_lease()
 
@@ -223,9 +235,10 @@ class DecodeSide(Side):
     def first(self, now: float = 0.0, **fields: Any) -> None:
         self.leases.on_first("p0", first(**fields), now)
 
-    def landed(self, now: float = 0.0, number: int = 7) -> None:
+    def landed(self, now: float = 0.0, number: int = 7, sums: Sequence[HeadSums] = ()) -> None:
         """The prefill worker says Sent."""
-        self.leases.on_sent("p0", Sent(handoff=1, lease=number, pages=3, identities=[V1]), now)
+        message = Sent(handoff=1, lease=number, pages=3, identities=[V1], sums=list(sums))
+        self.leases.on_sent("p0", message, now)
 
     def gone(self, *, again: bool = False, now: float = 0.0, number: int | None = None) -> None:
         """The prefill worker says Gone."""
@@ -252,6 +265,10 @@ class DecodeSide(Side):
             return
         self.grant()
         match state:
+            case LeaseState.VERIFYING:
+                self.first()
+                crcs = bytes(12)
+                self.landed(sums=[HeadSums(target_rank=0, head=0, num_heads=1, crcs=crcs)])
             case LeaseState.LANDED:
                 self.first()
                 self.landed()

@@ -17,6 +17,7 @@ from segue.messages.kv import (
     MAX_REASON,
     Bye,
     Claim,
+    First,
     Gone,
     Grant,
     KVMessage,
@@ -33,7 +34,7 @@ GRANT = Grant(handoff=2**63 - 1, lease=3, first_page=4, pages=b"\1\0\0\0")
         GRANT,
         Claim(handoff=1, rid="r", num_tokens=3, prompt_hash=b"h"),
         Gone(handoff=1, lease=2, reason="expired"),
-        Ping(step=1, busy=True, queued_ms=0.5),
+        Ping(step=1, busy=True),
         Bye("late"),
     ],
     ids=lambda message: type(message).__name__,
@@ -150,3 +151,9 @@ def test_malicious_bytes_are_named_briefly(body: bytes) -> None:
 def test_text_of_the_other_side_is_made_fit_for_a_log() -> None:
     assert printable("a\nb\x1b[0m\u2028é") == "a?b?[0m?é"
     assert len(printable("x" * 100_000)) == MAX_REASON
+
+
+def test_a_seed_that_no_device_could_take_is_no_message() -> None:
+    message = First(handoff=1, token=5, version="0", cached_tokens=0, seed=1 << 63)
+    with pytest.raises(KVProtocolError, match="int"):
+        decode(encode(message)[4:])

@@ -25,8 +25,8 @@ from segue.messages.kv import (
     MAX_OFFERS,
     MAX_RANKS,
     Bye,
+    Gone,
     Hello,
-    Ping,
     Proof,
     RankAddress,
     TransportOffer,
@@ -81,7 +81,6 @@ def test_a_difference_is_named_with_both_values_and_the_remedy(field: str, value
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tokenizer", ""),
         ("num_pages", 7),
         ("max_seq_len", 9),
         ("identity", None),
@@ -93,6 +92,13 @@ def test_what_may_differ_passes(field: str, value: Any) -> None:
     theirs = hello("decode")
     changed = replace(theirs.identity, version="v2") if field == "identity" else value
     compare(hello("prefill"), replace(theirs, **{field: changed}))
+
+
+def test_every_field_is_compared_or_may_differ() -> None:
+    compared = {field for field, *_ in DIFFERENCES} | {"numerics"}  # numerics: in deterministic mode
+    may_differ = {"num_pages", "max_seq_len", "identity", "engine_id", "epoch"}
+    transports = {"boot_id", "tp", "ranks"}  # together they decide by which transport pages can move
+    assert compared | may_differ | transports | {"nonce"} == set(Hello.__struct_fields__)
 
 
 def test_the_numbers_of_ranks_may_differ() -> None:
@@ -146,9 +152,9 @@ def test_transports_by_shared_memory_need_one_host(kind: str) -> None:
 
 
 def test_a_transport_must_be_offered_by_every_rank() -> None:
-    both, one = offering("decode", "shm", "nixl").ranks[0], offering("decode", "nixl").ranks[0]
+    both, one = offering("decode", "nixl", "shm").ranks[0], offering("decode", "shm").ranks[0]
     target = hello("decode", tp=2, ranks=[both, one])
-    assert common_transports(offering("prefill", "shm", "nixl"), target) == ["nixl"]
+    assert common_transports(offering("prefill", "shm", "nixl"), target) == ["shm"]
 
 
 def test_workers_without_a_common_transport_do_not_fit() -> None:
@@ -160,6 +166,59 @@ def test_workers_without_a_common_transport_do_not_fit() -> None:
         compare(offering("prefill", "shm"), offering("decode", "shm", boot_id="host-2"))
     with pytest.raises(KVMismatchError, match=r"transports is \[\] here"):
         compare(offering("prefill"), offering("decode", "shm"))
+
+
+def on_gpus(role: Any, devices: list[str], reaches: list[str], *kinds: str, **changes: Any) -> Hello:
+    """The ``Hello`` of a worker whose ranks have these GPUs, and can all write to those of ``reaches``."""
+    offers = [TransportOffer(kind, b"") for kind in kinds or ("cuda_ipc",)]
+    ranks = [RankAddress("", device, offers, reaches) for device in devices]
+    return hello(role, tp=len(ranks), ranks=ranks, **changes)
+
+
+def test_gpus_hand_over_kv_if_every_source_reaches_every_target() -> None:
+    source, target = on_gpus("prefill", ["a"], ["a", "b", "c"]), on_gpus("decode", ["b", "c"], ["b", "c"])
+    compare(source, target)
+    assert common_transports(source, target) == ["cuda_ipc"]
+    assert common_transports(on_gpus("prefill", ["a"], ["a"]), on_gpus("decode", ["a"], [])) == ["cuda_ipc"]
+
+
+def test_a_gpu_that_the_prefill_worker_does_not_see_is_named_on_both_sides() -> None:
+    source, target = on_gpus("prefill", ["a"], ["a", "b"]), on_gpus("decode", ["b", "c"], ["b", "c"])
+    for ours, theirs in ((source, target), (target, source)):
+        with pytest.raises(
+            KVMismatchError,
+            match=r"decode-1' are \['c'\].*prefill-1' can write.*'a', 'b'.*CUDA_VISIBLE_DEVICES",
+        ):
+            compare(ours, theirs)
+
+
+def test_one_source_that_does_not_reach_a_target_is_enough() -> None:
+    source, target = on_gpus("prefill", ["a", "b"], ["a", "b", "c"]), on_gpus("decode", ["c"], ["c"])
+    compare(source, target)
+    ranks = [source.ranks[0], replace(source.ranks[1], reaches=["b"])]
+    with pytest.raises(KVMismatchError, match=r"\['c'\].*\['b'\]"):
+        compare(replace(source, ranks=ranks), target)
+
+
+def test_gpus_that_do_not_reach_each_other_use_another_transport() -> None:
+    source = on_gpus("prefill", ["a"], ["a"], "cuda_ipc", "nixl")
+    target = on_gpus("decode", ["b"], ["b"], "cuda_ipc", "nixl")
+    compare(source, target)
+    assert common_transports(source, target) == ["nixl"]
+
+
+def test_gpus_that_no_transport_joins_are_told_both_remedies() -> None:
+    source = on_gpus("prefill", ["a"], ["a"], "cuda_ipc", "nixl")
+    target = on_gpus("decode", ["b", "c"], ["b", "c"], "cuda_ipc", "nixl")
+    with pytest.raises(KVMismatchError, match=r"CUDA_VISIBLE_DEVICES .* nixl moves whole pages .* same --tp"):
+        compare(source, target)
+
+
+def test_a_gpu_and_a_cpu_do_not_fit() -> None:
+    with pytest.raises(
+        KVMismatchError, match=r"transports is \['cuda_ipc'\] here and \['shm'\].*same --device"
+    ):
+        compare(on_gpus("prefill", ["a"], ["a"]), offering("decode", "shm"))
 
 
 # --- the proofs ---
@@ -238,8 +297,8 @@ def test_every_part_of_a_proof_counts() -> None:
 
 def test_a_message_before_the_handshake_is_refused() -> None:
     ours = handshake(LinkSide.ACCEPTING, hello("prefill"))
-    with pytest.raises(KVProtocolError, match=r"no message of a handshake \(Invalid value 'Ping'"):
-        ours.take(encode(Ping(step=1, busy=False, queued_ms=0.0)))
+    with pytest.raises(KVProtocolError, match=r"no message of a handshake \(Invalid value 'Gone'"):
+        ours.take(encode(Gone(handoff=1, lease=1, reason="expired")))
 
 
 def test_a_proof_before_the_hello_is_refused() -> None:
@@ -313,3 +372,30 @@ def test_a_large_message_of_another_type_is_refused() -> None:
 def test_an_own_hello_over_the_limit_is_refused() -> None:
     with pytest.raises(KVProtocolError, match=r"this worker's Hello has .* bytes; its limit is"):
         handshake(LinkSide.ACCEPTING, hello("prefill", engine_id="x" * MAX_LARGE_MESSAGE_BYTES))
+
+
+def test_shared_memory_takes_the_place_of_nixl_between_unequal_ranks() -> None:
+    source, target = offering("prefill", "nixl", "shm"), offering("decode", "nixl", "shm")
+    wider = hello("decode", tp=2, ranks=target.ranks * 2)
+    assert common_transports(source, wider) == ["shm"]
+
+
+def test_unequal_ranks_have_no_way_between_hosts() -> None:
+    target = offering("decode", "shm", "nixl")
+    wider = hello("decode", tp=2, ranks=target.ranks * 2, boot_id="host-2")
+    with pytest.raises(
+        KVMismatchError, match=r"tp is 1 here and 2 there; nixl moves whole pages .* give both the same --tp"
+    ):
+        compare(offering("prefill", "shm", "nixl"), wider)
+
+
+def test_two_hosts_without_nixl_are_told_how_to_get_it() -> None:
+    with pytest.raises(KVMismatchError, match=r"install NIXL on both .* give both a --pd-key"):
+        compare(offering("prefill", "shm"), offering("decode", "shm", "nixl", boot_id="host-2"))
+
+
+def test_one_host_with_different_transports_is_told_the_option() -> None:
+    with pytest.raises(
+        KVMismatchError, match=r"transports is .*'shm'.* here and .*'nixl'.* there; .*-transport"
+    ):
+        compare(offering("prefill", "shm"), offering("decode", "nixl"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segue.disagg.layout import HeadRoute, PageShape, heads_of, plan
+from segue.disagg.layout import HeadRoute, PageShape, heads_of, plan, row_runs
 from segue.distributed.info import TPInfo
 from segue.errors import TensorParallelError, TransportError
 from segue.models.config import ModelConfig
@@ -132,3 +132,28 @@ def test_heads_that_a_rank_does_not_have_are_refused(name: str, first: int) -> N
     route.check(SHAPE, SHAPE)
     with pytest.raises(TransportError, match="rank 0, which has 4"):
         replace(route, **{name: first}).check(SHAPE, SHAPE)
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1), (1, 4), (4, 2), (2, 2)])
+def test_runs_of_rows_are_the_bytes_of_a_routes_heads(p_tp: int, d_tp: int) -> None:
+    """Compared with numpy's slices of pages, on three pages that follow each other."""
+    heads, num_pages = 4, 3
+    shapes = [replace(SHAPE, num_heads=heads // tp) for tp in (p_tp, d_tp)]
+    pools = [
+        np.arange(num_pages * shape.page_bytes, dtype=np.int64).reshape(
+            num_pages, shape.num_rows, -1, HEAD_BYTES
+        )
+        for shape in shapes
+    ]  # each byte is its own address
+    for route in plan(p_tp, d_tp, heads):
+        runs = row_runs(route, *shapes)
+        lanes = np.arange(runs.run)
+        sides = [
+            (shapes[0], runs.source_start, runs.source_row, pools[0], route.source_head),
+            (shapes[1], runs.target_start, runs.target_row, pools[1], route.target_head),
+        ]
+        for shape, start, row_bytes, pool, first in sides:
+            assert runs.num_rows * row_bytes == shape.page_bytes
+            rows = np.arange(num_pages * runs.num_rows) * row_bytes
+            found = (start + rows[:, None] + lanes).reshape(num_pages, runs.num_rows, -1, HEAD_BYTES)
+            assert np.array_equal(found, pool[:, :, first : first + route.num_heads])

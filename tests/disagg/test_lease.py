@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from segue.disagg.lease import RECONNECT_S, SILENT_S, STUCK_S, LeaseEvent, LeaseState
+from segue.disagg.lease import (
+    LOST_S,
+    RECONNECT_S,
+    SILENT_S,
+    STEP_S,
+    STUCK_S,
+    WEIGHTS_S,
+    LeaseEvent,
+    LeaseState,
+)
 from segue.disagg.lease_machine import LEASE
 from segue.disagg.peers import ProtocolViolation
-from segue.messages.kv import Claim, Grant, KVIdentity, PromptLogprobs, Pushed, Revoke
+from segue.messages.kv import (
+    Claim,
+    Grant,
+    HeadSums,
+    KVIdentity,
+    PagesVerified,
+    PromptLogprobs,
+    Pushed,
+    Revoke,
+    VerifyPages,
+)
 from segue.messages.requests import TokenLogprob, pack_ids
-from tests.disagg.sides import ADDRESS, HASH, NUM_TOKENS, V1, DecodeSide
+from tests.disagg.sides import ADDRESS, HASH, NUM_TOKENS, V1, VOCAB_SIZE, DecodeSide, first
 
 # Events that cannot happen in a state, and why.
 NO_LEASE = "the prefill worker has not begun a lease, and what it says of one is ignored or a violation"
@@ -19,10 +40,17 @@ NO_PAGES = "it has no pages"
 NOT_SENT = "what comes in this state is refused by `Leases.on_sent`"
 NOT_LEFT = "it is the lease of a request that awaits its KV: another one has `LINK_BACK`"
 NO_WRITERS = "`WRITERS_GONE` is for leases that have left their request"
+NO_SUMS = "nothing is compared"
+NO_KV = "it has no KV whose weights would count"
 NO_REQUEST = "it has left its request"
 NO_LINK = "no connection is open, over which it could come or which could be lost"
 IMPOSSIBLE = {
     "CLAIMED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NOT_SENT,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
         "ROOM": NO_LEASE,
         "SENT": NOT_SENT,
         "GONE_AGAIN": NO_LEASE,
@@ -32,6 +60,11 @@ IMPOSSIBLE = {
         "ADOPTED": NO_PAGES,
     },
     "QUEUED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NOT_SENT,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "SENT": NOT_SENT,
         "SILENT": "the prefill worker's clock counts",
@@ -40,13 +73,34 @@ IMPOSSIBLE = {
         "ADOPTED": NO_PAGES,
     },
     "GRANTED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "ROOM": "it has pages",
         "LINK_BACK": NOT_LEFT,
         "WRITERS_GONE": NO_WRITERS,
         "ADOPTED": "its pages are not all written",
     },
+    "VERIFYING": {
+        "RESERVE": "a second one is refused by `Leases.on_reserve`",
+        "ROOM": "it has pages",
+        "SENT": NOT_SENT,
+        "SENT_SUMS": NOT_SENT,
+        "GONE": "it is ignored by `Leases.on_gone`",
+        "GONE_AGAIN": "it is ignored by `Leases.on_gone`",
+        "SILENT": "nothing more has to come",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
+        "ADOPTED": "its pages are not compared",
+    },
     "LANDED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NOT_SENT,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "ROOM": "it has pages",
         "SENT": NOT_SENT,
@@ -56,7 +110,26 @@ IMPOSSIBLE = {
         "LINK_BACK": NOT_LEFT,
         "WRITERS_GONE": NO_WRITERS,
     },
+    "AHEAD": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NOT_SENT,
+        "RESERVE": "a second one is refused by `Leases.on_reserve`",
+        "ROOM": "it has pages",
+        "SENT": NOT_SENT,
+        "GONE": "it is ignored by `Leases.on_gone`",
+        "GONE_AGAIN": "it is ignored by `Leases.on_gone`",
+        "LINK_BACK": NOT_LEFT,
+        "WRITERS_GONE": NO_WRITERS,
+        "NEWER": "it waits already",
+        "ADOPTED": "it waits for weights",
+    },
     "REVOKED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NO_REQUEST,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
         "RESERVE": NO_REQUEST,
         "ROOM": NO_REQUEST,
         "UNWANTED": NO_REQUEST,
@@ -65,6 +138,11 @@ IMPOSSIBLE = {
         "ADOPTED": NO_REQUEST,
     },
     "QUARANTINED": {
+        "VERIFIED": NO_SUMS,
+        "DIFFERS": NO_SUMS,
+        "SENT_SUMS": NO_REQUEST,
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
         "RESERVE": NO_REQUEST,
         "ROOM": NO_REQUEST,
         "SENT": NO_LINK,
@@ -72,12 +150,12 @@ IMPOSSIBLE = {
         "GONE_AGAIN": NO_LINK,
         "UNWANTED": NO_REQUEST,
         "WANTED_BACK": NO_REQUEST,
-        "SILENT": "nothing can come",
         "LINK_LOST": NO_LINK,
         "ADOPTED": NO_REQUEST,
     },
 }
 S = LeaseState
+V2 = KVIdentity("v2", 1)
 
 
 @pytest.fixture
@@ -200,9 +278,9 @@ def test_logprobs_that_come_again_replace_the_former_ones(side: DecodeSide) -> N
 def test_commits_under_a_granted_lease_are_noted(side: DecodeSide) -> None:
     v2 = KVIdentity("v2", 1)
     side.reach(S.QUEUED)
-    side.leases.committed(KVIdentity("v0", 1), V1)
+    side.leases.committed(KVIdentity("v0", 1), V1, 0.0)
     side.grant()
-    side.leases.committed(V1, v2)
+    side.leases.committed(V1, v2, 0.0)
     assert side.lease.commits == [(V1, v2)]
 
 
@@ -520,6 +598,20 @@ def test_a_part_of_logprobs_is_missing(side: DecodeSide) -> None:
         side.first(parts=1)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_tokens_outside_the_vocabulary(side: DecodeSide, token: int) -> None:
+    side.claim()
+    wrong = TokenLogprob(token, -1.0), TokenLogprob(5, -1.0, [(5, -1.0), (token, -2.0)])
+    for entry in wrong:
+        with pytest.raises(ProtocolViolation, match=f"has token {token}, .* has {VOCAB_SIZE}"):
+            side.leases.on_logprobs("p0", PromptLogprobs(handoff=1, part=0, entries=[entry]), 0.0)
+        with pytest.raises(ProtocolViolation, match=f"has token {token}"):
+            side.first(logprob=entry)
+    with pytest.raises(ProtocolViolation, match=f"First for handoff 1 has token {token}"):
+        side.leases.on_first("p0", structs.replace(first(), token=token), 0.0)
+    assert side.port.firsts == []
+
+
 @pytest.mark.parametrize("call", ["reserve", "first", "gone", "progress", "logprobs"])
 def test_a_worker_that_was_not_asked_is_ignored(side: DecodeSide, call: str) -> None:
     side.claim()
@@ -533,3 +625,195 @@ def test_a_worker_that_was_not_asked_is_ignored(side: DecodeSide, call: str) -> 
     }
     calls[call]()
     assert side.state == "CLAIMED" and side.port.firsts == side.port.given_up == []
+
+
+# --- KV of newer weights ---
+
+
+@pytest.fixture
+def ahead(side: DecodeSide) -> DecodeSide:
+    side.reach(S.LANDED)
+    assert side.leases.await_weights(side.lease, 5.0)
+    assert side.state == "AHEAD" and side.leases.landed == []
+    return side
+
+
+def test_kv_of_newer_weights_waits_for_the_commit(ahead: DecodeSide) -> None:
+    ahead.leases.committed(V1, V2, 6.0)
+    assert ahead.leases.landed == [ahead.lease] and ahead.lease.deadline == inf
+
+
+def test_without_the_commit_the_prompt_is_computed(ahead: DecodeSide) -> None:
+    assert ahead.leases.next_deadline == 5.0 + WEIGHTS_S
+    ahead.leases.expire(5.0 + WEIGHTS_S)
+    assert ahead.port.given_up == [("r1", "version")] and ahead.port.home == [21, 22, 23]
+    assert list(ahead.leases) == []
+
+
+def test_a_second_commit_gives_no_second_time(ahead: DecodeSide) -> None:
+    ahead.leases.committed(V1, V2, 6.0)
+    assert ahead.leases.await_weights(ahead.lease, 6.5)
+    assert ahead.lease.deadline == 5.0 + WEIGHTS_S
+    ahead.leases.committed(V1, V2, 6.9)
+    assert not ahead.leases.await_weights(ahead.lease, 7.0)
+
+
+def test_kv_that_waits_for_weights_needs_no_connection_and_no_last_word(ahead: DecodeSide) -> None:
+    ahead.gone()
+    ahead.cut()
+    assert ahead.state == "AHEAD"
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_pages_that_wait_for_weights_are_wanted_back(ahead: DecodeSide, is_wanted: bool) -> None:
+    if is_wanted:
+        ahead.leases.take_back_all("memory", 6.0)
+    else:
+        ahead.leases.cancel(1, 6.0)
+    assert ahead.port.home == [21, 22, 23]
+    assert ahead.port.given_up == ([("r1", "version")] if is_wanted else [])
+
+
+# --- checksums ---
+
+SUMS = [HeadSums(target_rank=0, head=0, num_heads=1, crcs=bytes(12))]
+
+
+@pytest.fixture
+def verifying(side: DecodeSide) -> DecodeSide:
+    side.reach(S.VERIFYING)
+    return side
+
+
+def verified(side: DecodeSide, error: str = "", ticket: int = 1) -> None:
+    side.leases.verified(PagesVerified(ticket=ticket, error=error), 0.0)
+
+
+def test_pages_with_checksums_are_compared_by_every_rank(verifying: DecodeSide) -> None:
+    assert verifying.peers.commands == [VerifyPages(ticket=1, pages=[21, 22, 23], sums=SUMS)]
+    verified(verifying)
+    assert verifying.leases.landed == [], "the other rank has not answered"
+    verified(verifying)
+    assert verifying.leases.landed == [verifying.lease]
+
+
+def test_pages_that_differ_are_not_used(verifying: DecodeSide) -> None:
+    verified(verifying, "page 22 differs")
+    assert verifying.port.given_up == [("r1", "checksum")] and verifying.port.home == [21, 22, 23]
+    verified(verifying)
+    assert list(verifying.leases) == []
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_pages_that_are_compared_can_be_given_up(verifying: DecodeSide, is_wanted: bool) -> None:
+    if is_wanted:
+        verifying.leases.take_back_all("memory", 0.0)
+    else:
+        verifying.leases.cancel(1, 0.0)
+    verified(verifying, "page 22 differs")
+    assert verifying.port.home == [21, 22, 23] and len(verifying.port.given_up) == is_wanted
+
+
+def test_pages_are_compared_without_a_connection(verifying: DecodeSide) -> None:
+    verifying.cut()
+    assert verifying.state == "VERIFYING"
+
+
+def test_pages_that_nobody_wants_any_more_are_not_compared(side: DecodeSide) -> None:
+    side.reach(S.REVOKED)
+    side.landed(sums=SUMS)
+    assert side.peers.commands == [] and side.port.home == [21, 22, 23]
+
+
+# --- long steps of the prefill worker ---
+
+
+def load(side: DecodeSide, step: int, now: float, *, is_busy: bool = True) -> None:
+    side.leases.on_load("p0", step, is_busy, now)
+
+
+@pytest.mark.parametrize("state", [S.GRANTED, S.REVOKED])
+def test_a_lease_is_not_silent_while_its_prefill_worker_computes(side: DecodeSide, state: LeaseState) -> None:
+    side.reach(state)
+    for second in range(1, 30):
+        load(side, 5, float(second))
+        side.leases.expire(float(second))
+    assert side.lease.state is state and not side.peers.open["p0"].is_suspect
+    assert side.lease.deadline == 29.0 + SILENT_S
+
+
+def test_a_prefill_worker_that_computes_nothing_is_silent(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    load(side, 0, 9.0, is_busy=False)
+    side.leases.expire(SILENT_S)
+    assert side.state == "REVOKED"
+
+
+def test_a_step_that_never_ends_is_given_up(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    now = 0.0
+    while side.state == "GRANTED":
+        now += 1.0
+        load(side, 5, now)
+        side.leases.expire(now)
+        assert now < 2 * STEP_S
+    assert now >= STEP_S and side.port.given_up == [("r1", "expired")]
+
+
+def test_each_step_has_its_own_time(side: DecodeSide) -> None:
+    side.reach(S.GRANTED)
+    for step in range(1, 9):
+        for second in range(60):
+            now = step * 60.0 + second
+            load(side, step, now)
+            side.leases.expire(now)
+    assert side.state == "GRANTED"
+
+
+def test_a_worker_that_computes_for_others_does_not_lengthen_a_stuck_lease(side: DecodeSide) -> None:
+    side.reach(S.REVOKED)
+    side.leases.expire(SILENT_S)
+    assert side.peers.open["p0"].is_suspect
+    load(side, 5, SILENT_S + 1)
+    assert side.lease.deadline == STUCK_S
+
+
+# --- a transport that cannot prove that a writer has gone ---
+
+
+@pytest.fixture
+def unproven(side: DecodeSide) -> DecodeSide:
+    """A decode worker whose pages come by NIXL."""
+    side.cut()
+    side.transport = "nixl"
+    side.connect()
+    return side
+
+
+@pytest.mark.parametrize("state", [S.GRANTED, S.REVOKED])
+def test_pages_whose_writer_may_live_come_home_after_a_while(unproven: DecodeSide, state: LeaseState) -> None:
+    unproven.reach(state)
+    unproven.cut(now=2.0)
+    unproven.leases.expire(2.0 + LOST_S - 1)
+    assert unproven.state == "QUARANTINED" and unproven.port.home == []
+    unproven.leases.expire(2.0 + LOST_S)
+    assert unproven.port.home == [21, 22, 23] and list(unproven.leases) == []
+
+
+def test_a_writer_that_is_back_is_asked_however_long_it_takes(unproven: DecodeSide) -> None:
+    unproven.reach(S.GRANTED)
+    unproven.cut(now=2.0)
+    unproven.connect(now=20.0)
+    unproven.leases.expire(2.0 + LOST_S)
+    assert unproven.state == "REVOKED" and unproven.port.home == []
+    unproven.cut(now=40.0)
+    unproven.leases.expire(40.0 + LOST_S - 1)
+    assert unproven.state == "QUARANTINED" and unproven.port.home == [], "each lost connection has its time"
+    unproven.leases.expire(40.0 + LOST_S)
+    assert unproven.port.home == [21, 22, 23]
+
+
+def test_time_alone_frees_nothing_where_there_is_proof(side: DecodeSide) -> None:
+    side.reach(S.QUARANTINED)
+    side.leases.expire(10 * LOST_S)
+    assert side.state == "QUARANTINED" and side.port.home == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -202,19 +203,19 @@ def test_messages_for_a_connection_that_has_ended_are_dropped() -> None:
 # --- pings ---
 
 
-def test_an_idle_connection_stays_open_and_tells_the_load() -> None:
+def test_an_idle_connection_stays_open() -> None:
     with (
         Worker("prefill", LOOPBACK, silence_s=0.05) as first,
         Worker("decode", silence_s=10.0) as second,
     ):
         ours, theirs = connect(second, first)
-        first.links.set_load(step=7, busy=True, queued_ms=1.5)
-        second.links.set_load(step=3, busy=False, queued_ms=0.0)
+        first.links.set_load(step=7, busy=True)
+        second.links.set_load(step=3, busy=False)
         ping = second.wait(
             LinkMessage, lambda event: isinstance(event.message, Ping) and event.message.step > 0
         )
-        assert ping == LinkMessage(ours, Ping(step=7, busy=True, queued_ms=1.5))
-        pong = Pong(step=3, busy=False, queued_ms=0.0)
+        assert ping == LinkMessage(ours, Ping(step=7, busy=True))
+        pong = Pong(step=3, busy=False)
         first.wait(LinkMessage, lambda event: event == LinkMessage(theirs, pong))
         began = time.monotonic()  # more pings than may stay unanswered
         first.wait(LinkMessage, lambda _: time.monotonic() - began > 0.4)
@@ -336,6 +337,7 @@ def test_nothing_leaks_over_two_hundred_connections(wait_until: WaitUntil) -> No
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    gc.collect()  # what earlier tests have left would go meanwhile
     with Worker("prefill", LOOPBACK) as first:
         before = descriptors(), threading.active_count()
         for number in range(200):

@@ -20,7 +20,7 @@ import pytest
 
 from segue.disagg import frames, link
 from segue.disagg.handshake import LinkSide, sign
-from segue.messages.kv import Bye, Claim, Grant, Hello, Ping, PromptLogprobs, Proof
+from segue.messages.kv import Bye, Claim, Gone, Grant, Hello, Ping, PromptLogprobs, Proof
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from tests.conftest import WaitUntil
 from tests.support.kv_hello import hello
@@ -105,7 +105,8 @@ def test_a_frame_over_the_limit_is_named_with_size_and_limit(is_open: bool) -> N
         msgspec.structs.replace(CLAIM, prompt_hash=bytes(1 << 20)),
         PromptLogprobs(handoff=1, part=0, entries=[(0.5, [])] * 200_000),
         Bye("x" * 513),
-        Ping(step=1, busy=True, queued_ms="late"),  # type: ignore[arg-type]
+        Ping(step="late", busy=True),  # type: ignore[arg-type]
+        Gone(handoff=1, lease="second", reason="expired"),  # type: ignore[arg-type]
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from segue.disagg.layout import HeadRoute
-from segue.disagg.mover import Mover, PageReceiver, PageSender
+from segue.disagg.mover import Mover, PageReceiver
+from segue.disagg.page_sender import PageSender
 from segue.disagg.transports.base import Peer, Writer
-from segue.disagg.transports.shm import ShmExport, ShmTransport
+from segue.disagg.transports.export import PoolExport
+from segue.disagg.transports.push import PushTransport
+from segue.disagg.transports.shm import HostPages
+from segue.disagg.verifier import PageVerifier, checksums_of
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import shared
 from segue.messages.kv import (
@@ -34,20 +40,20 @@ from tests.conftest import WaitUntil
 from tests.disagg.transports.ranks import filled_pool, shape_of_pool, wait_for
 
 
-class SlowTransport(ShmTransport):
+class SlowTransport(PushTransport):
     """Connects once the test says so."""
 
     may_connect: threading.Event
 
-    def connect(self, path: str, blob: bytes, route: HeadRoute, session: str) -> Peer:
+    def connect(self, path: str, blob: bytes, route: HeadRoute, session: str, opened_at: float) -> Peer:
         wait_for(self.may_connect)
-        return super().connect(path, blob, route, session)
+        return super().connect(path, blob, route, session, opened_at)
 
 
 class DecodeRank:
     """A pool in shared memory that others write to, behind a mover."""
 
-    def __init__(self, path: Path, shape: KVShape | None = None) -> None:
+    def __init__(self, path: Path, shape: KVShape | None = None, rank: int = 0) -> None:
         shape = shape or shape_of_pool()
         self.path = str(path)
         self.descriptor = shared.create(shape.num_bytes)
@@ -56,14 +62,15 @@ class DecodeRank:
         self.events: list[KVEvent] = []
         self.gone_writers: list[Writer] = []
         receiver = PageReceiver(self._export, self.events.append)
-        self.mover = Mover(None, receiver)
+        verifier = PageVerifier(checksums_of(self.pool), self.events.append, rank=rank)
+        self.mover = Mover(None, receiver, verifier=verifier)
 
-    def _export(self, on_writer_gone: Callable[[Writer], None]) -> ShmExport:
+    def _export(self, on_writer_gone: Callable[[Writer], None]) -> PoolExport:
         def note(writer: Writer) -> None:
             on_writer_gone(writer)
             self.gone_writers.append(writer)
 
-        self.export = ShmExport(self.pool, self.descriptor, self.path, note)
+        self.export = PoolExport(self.pool, self.descriptor, self.path, note)
         return self.export
 
     @property
@@ -83,7 +90,10 @@ class DecodeRank:
 class PrefillRank:
     """A filled pool behind a mover; its steps end when the test says so."""
 
-    def __init__(self, *, rank: int = 0, tp: int = 1) -> None:
+    def __init__(
+        self, *, rank: int = 0, tp: int = 1, has_checksums: bool = False, shape: KVShape | None = None
+    ) -> None:
+        self.pool = filled_pool(shape or shape_of_pool())
         self.events: list[KVEvent] = []
         self.steps = {0: threading.Event(), 1: threading.Event()}
         self.steps[0].set()
@@ -91,12 +101,17 @@ class PrefillRank:
         self.may_connect.set()
         self.tickets = itertools.count(1)
         self.sender = PageSender(
-            self._make, rank=rank, tp=tp, await_step=self._await_step, send=self.events.append
+            {"shm": self._make},
+            rank=rank,
+            tp=tp,
+            queue_behind=self._await_step,
+            send=self.events.append,
+            checksums=checksums_of(self.pool) if has_checksums else None,
         )
         self.mover = Mover(self.sender, None)
 
     def _make(self, on_ready: Callable[[], None]) -> SlowTransport:
-        transport = SlowTransport(filled_pool(shape_of_pool()), on_ready)
+        transport = SlowTransport(self.pool, HostPages(self.pool), on_ready)
         transport.may_connect = self.may_connect
         return transport
 
@@ -108,7 +123,12 @@ class PrefillRank:
     def connect(self, *ranks: DecodeRank, session: str = "s", kv_heads: int = 2) -> None:
         addresses = [rank.address for rank in ranks]
         command = ConnectPeer(
-            session=session, transport="shm", tp=len(ranks), kv_heads=kv_heads, ranks=addresses
+            session=session,
+            opened_at=time.monotonic(),
+            transport="shm",
+            tp=len(ranks),
+            kv_heads=kv_heads,
+            ranks=addresses,
         )
         self.mover.handle(command)
 
@@ -149,7 +169,14 @@ def ended(rank: PrefillRank, wait_until: WaitUntil, count: int = 1) -> list[Push
     """The ends of pushes, in order, once there are so many."""
     wait_until(lambda: len(rank.events) >= count, what=f"the end of {count} pushes")
     assert len(rank.events) == count
-    return [event for event in rank.events if isinstance(event, PushEnded)]
+    return told(rank)
+
+
+def told(rank: PrefillRank) -> list[PushEnded]:
+    """The ends of pushes so far, all of which came just now, as if they had come at 0."""
+    found = [event for event in rank.events if isinstance(event, PushEnded)]
+    assert all(0 <= time.monotonic() - event.at < 60 for event in found)
+    return [msgspec.structs.replace(event, at=0.0) for event in found]
 
 
 def test_pages_land_and_the_push_is_reported(
@@ -157,7 +184,7 @@ def test_pages_land_and_the_push_is_reported(
 ) -> None:
     prefill.connect(decode)
     ticket = prefill.push([0, 5], [4, 1])
-    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket)]
+    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket, at=0.0)]
     assert decode.pages.tolist() == [0, 6, 0, 0, 1, 0, 0]
 
 
@@ -201,7 +228,7 @@ def test_pushes_wait_until_their_pools_are_connected(
     tickets = [prefill.push([page], [3]) for page in (0, 1, 2)]
     assert prefill.events == []
     prefill.may_connect.set()
-    assert ended(prefill, wait_until, 3) == [PushEnded(ticket=ticket) for ticket in tickets]
+    assert ended(prefill, wait_until, 3) == [PushEnded(ticket=ticket, at=0.0) for ticket in tickets]
     assert decode.pages[3] == 3, "they are in the order of their commands"
 
 
@@ -227,7 +254,7 @@ def test_a_session_that_is_not_connected_any_more_takes_no_push(
     prefill.connect(decode)
     prefill.mover.handle(DisconnectPeer(session="s"))
     ticket = prefill.push([0], [0])
-    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket, error="the connection is lost")]
+    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket, at=0.0, error="the connection is lost")]
 
 
 def test_a_disconnect_comes_behind_what_is_posted(
@@ -252,7 +279,7 @@ def test_a_disconnect_while_pools_are_connected_leaves_no_writer(
     ticket = prefill.push([0], [0])
     prefill.mover.handle(DisconnectPeer(session="s"))
     prefill.may_connect.set()
-    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket)]
+    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket, at=0.0)]
     wait_until(lambda: [writer.session for writer in decode.gone_writers] == ["s"], what="the disconnect")
     assert not decode.export.writers()
 
@@ -265,7 +292,7 @@ def test_a_push_to_several_ranks_ends_once_when_all_of_them_have_it(
         stack.callback(half.close)
     prefill.connect(*halves)
     ticket = prefill.push([2], [4])
-    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket)]
+    assert ended(prefill, wait_until) == [PushEnded(ticket=ticket, at=0.0)]
     for half in halves:
         assert half.pages.tolist() == [0, 0, 0, 0, 3, 0, 0]
 
@@ -293,7 +320,7 @@ def test_a_rank_whose_heads_another_one_sends_has_nothing_to_push(
     stack.callback(second.close)
     second.connect(decode, kv_heads=1)
     ticket = second.push([0], [0])
-    assert ended(second, wait_until) == [PushEnded(ticket=ticket)]
+    assert ended(second, wait_until) == [PushEnded(ticket=ticket, at=0.0)]
     assert not decode.export.writers() and not decode.pages.any()
 
 
@@ -337,7 +364,9 @@ def test_nobody_is_let_in_for_a_banned_session(
 
 
 def test_a_rank_without_a_sender_leaves_other_pools_alone(decode: DecodeRank) -> None:
-    command = ConnectPeer(session="s", transport="shm", tp=1, kv_heads=2, ranks=[decode.address])
+    command = ConnectPeer(
+        session="s", opened_at=time.monotonic(), transport="shm", tp=1, kv_heads=2, ranks=[decode.address]
+    )
     decode.mover.handle(command)
     decode.mover.handle(DisconnectPeer(session="s"))
     assert not decode.export.writers() and decode.events == []
@@ -350,5 +379,5 @@ def test_closing_awaits_what_is_posted(
     wait_until(decode.export.writers, what="the connection")
     tickets = [prefill.push([page], [page]) for page in range(6)]
     prefill.close()
-    assert prefill.events == [PushEnded(ticket=ticket) for ticket in tickets]
+    assert told(prefill) == [PushEnded(ticket=ticket, at=0.0) for ticket in tickets]
     assert decode.pages.tolist() == [1, 2, 3, 4, 5, 6, 0]

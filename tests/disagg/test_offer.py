@@ -20,8 +20,8 @@ from segue.disagg.offer import (
 )
 from segue.disagg.offer_machine import OFFER
 from segue.disagg.peers import ProtocolViolation
-from segue.messages.kv import Claim, First, Gone, Grant, Pushed, ReservePages, Revoke, Sent
-from tests.disagg.sides import PrefillSide
+from segue.messages.kv import Claim, First, Gone, Grant, Pushed, PushEnded, ReservePages, Revoke, Sent
+from tests.disagg.sides import HASH, PrefillSide
 
 # Events that cannot happen in a state, and why.
 IMPOSSIBLE = {
@@ -126,12 +126,47 @@ def test_a_claim_for_another_prompt_is_refused(side: PrefillSide) -> None:
     assert [message.reason for message in side.sent("d0")] == ["prompt_differs"]
 
 
+@pytest.mark.parametrize("end", ["lost", "revoked"])
 @pytest.mark.parametrize("state", ["OPEN", "CLAIMED", "SENDING"])
-def test_a_second_decode_worker_is_refused(side: PrefillSide, state: str) -> None:
+def test_a_second_claim_waits_for_the_end_of_the_first(side: PrefillSide, state: str, end: str) -> None:
     side.reach(state)
     side.claim()
     side.claim("d1")
-    assert [message.reason for message in side.sent("d1")] == ["taken"]
+    assert side.sent("d1") == []
+    if end == "lost":
+        side.offers.link_lost("d0", 0.0)
+    else:
+        side.revoke(final=True)
+    side.end_pushes()
+    side.launch(10)
+    assert kinds(side.sent("d1")) == [ReservePages]
+
+
+def test_a_second_claim_learns_the_first_token_if_the_first_claim_gets_all_pages(side: PrefillSide) -> None:
+    side.reach("SENDING")
+    side.claim("d1")
+    side.launch(10)
+    side.first()
+    side.end_pushes()
+    messages = side.sent("d1")
+    assert kinds(messages) == [First, Gone] and messages[1].reason == "taken"
+
+
+def test_two_claims_without_a_lease_learn_of_the_end(side: PrefillSide) -> None:
+    side.begin()
+    side.claim()
+    side.claim("d1")
+    side.abort()
+    assert [message.reason for name in ("d0", "d1") for message in side.sent(name)] == ["aborted"] * 2
+
+
+@pytest.mark.parametrize("state", ["OPEN", "CLAIMED", "SENDING"])
+def test_a_third_claim_is_refused(side: PrefillSide, state: str) -> None:
+    side.reach(state)
+    side.link("d2")
+    for name in ("d0", "d1", "d2"):
+        side.claim(name)
+    assert [message.reason for message in side.sent("d2")] == ["taken"]
 
 
 @pytest.mark.parametrize("state", ["CLAIMED", "SENDING"])
@@ -272,6 +307,20 @@ def test_a_claim_of_a_handoff_that_has_ended_gets_its_first_token(
     assert kinds(messages) == [First, Gone] and messages[1].reason == reason
 
 
+@pytest.mark.parametrize("finished", ["stop", None])
+def test_a_claim_of_an_ended_handoff_for_another_prompt_gets_no_token(
+    side: PrefillSide, finished: Any
+) -> None:
+    side.reach("OPEN")
+    side.launch(10)
+    side.first(finished=finished)
+    side.offers.expire(UNCLAIMED_S)
+    side.claim(prompt_hash=b"x" * len(HASH))
+    assert [each.reason for each in side.sent("d0")] == ["prompt_differs"]
+    side.claim()
+    assert kinds(side.sent("d0")) == [First, Gone], "the right prompt's claim gets it still"
+
+
 def test_a_handoff_that_has_ended_is_remembered_for_a_while(side: PrefillSide) -> None:
     side.reach("OPEN")
     side.abort()
@@ -343,6 +392,7 @@ def test_no_pages_are_granted_in_time(side: PrefillSide) -> None:
 
 def test_a_push_takes_too_long(side: PrefillSide) -> None:
     side.reach("SENDING")
+    side.offers.step_ended(1, 0.0)
     side.offers.expire(PUSH_S)
     assert side.state == "DRAINING" and [m for m in side.sent("d0") if isinstance(m, Gone)] == []
     side.end_pushes()
@@ -350,8 +400,30 @@ def test_a_push_takes_too_long(side: PrefillSide) -> None:
     assert side.state == "OPEN"
 
 
+@pytest.mark.parametrize("state", ["SENDING", "DRAINING"])
+def test_a_push_that_waits_for_a_long_step_has_its_time_after_it(side: PrefillSide, state: str) -> None:
+    side.reach(state)
+    assert side.offer.deadline == inf
+    side.offers.expire(10 * STUCK_S)
+    assert side.state == state and not side.peers.open["d0"].is_suspect
+    side.offers.step_ended(1, 10 * STUCK_S)
+    assert side.offer.deadline == 10 * STUCK_S + PUSH_S
+
+
+def test_a_push_that_has_begun_is_timed_though_a_later_one_waits_for_its_step(side: PrefillSide) -> None:
+    side.reach("SENDING")
+    side.offers.step_ended(1, 0.0)
+    side.launch(8, step=2)
+    assert len(side.offer.pushes) == 2 and side.offer.deadline == PUSH_S
+    side.offers.push_ended(PushEnded(ticket=1, at=5.0), 5.0)
+    assert side.offer.deadline == inf, "the other one has not begun"
+    side.offers.step_ended(2, 7.0)
+    assert side.offer.deadline == 7.0 + PUSH_S
+
+
 def test_a_pair_with_a_stuck_push_is_suspect_and_then_closed(side: PrefillSide) -> None:
     side.reach("DRAINING")
+    side.offers.step_ended(1, 0.0)
     side.offers.expire(PUSH_S)
     assert side.peers.open["d0"].is_suspect and side.peers.closes == []
     side.offers.expire(STUCK_S)
@@ -398,6 +470,7 @@ def test_a_lease_that_is_given_up_has_its_own_time_to_drain(side: PrefillSide, e
     side.launch(10)
     side.grant()
     side.launch(10, step=2)
+    side.offers.step_ended(2, 0.0)
     side.offer.pushes[99] = 1  # one of another rank
     if end == "withdraw":
         side.first()
@@ -406,7 +479,7 @@ def test_a_lease_that_is_given_up_has_its_own_time_to_drain(side: PrefillSide, e
         case "revoke" | "final":
             side.revoke(final=end == "final")
         case "failed":
-            side.offers.push_ended(1, "no such page", side.now)
+            side.offers.push_ended(PushEnded(ticket=1, at=side.now, error="no such page"), side.now)
         case "abort":
             side.abort()
         case "retract":

@@ -17,7 +17,9 @@ def opened(
 ) -> None:
     peer = hello("prefill", incarnation=incarnation)
     addresses = set() if address is None else {address}
-    peers.opened(PeerWorker(number=number, session=f"s{number}", hello=peer, addresses=addresses))
+    peers.opened(
+        PeerWorker(number=number, session=f"s{number}", hello=peer, transport="shm", addresses=addresses)
+    )
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def test_a_connection_is_found_by_its_number_and_by_its_address(peers: Peers) ->
 
 def test_a_worker_may_be_reached_at_two_addresses(peers: Peers) -> None:
     worker = hello("prefill")
-    peers.opened(PeerWorker(number=1, session="s1", hello=worker, addresses={"p:1", "localhost:1"}))
+    peers.opened(
+        PeerWorker(number=1, session="s1", hello=worker, transport="shm", addresses={"p:1", "localhost:1"})
+    )
     assert peers.at("p:1") is peers.at("localhost:1") is peers.of(1)
 
 

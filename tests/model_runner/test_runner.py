@@ -300,17 +300,21 @@ def test_a_grid_without_a_possible_size_is_ignored_with_a_warning(llama, caplog,
     options = making.options(llama[0], enable_batch_prefill_cuda_graph=True, batch_prefill_seq_lengths="512")
     config = EngineConfig(**options)
     resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    resolved = replace(resolved, device=torch.device("cuda"))
     backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
     assert resolve_grid(config, resolved, backend, "some", False, captures=True) == []
     assert "ignored: no size of" in caplog.text
     assert "--batch-prefill-max-seq-len 256" in caplog.text
 
 
-def test_a_grid_on_a_backend_without_support_is_ignored_with_a_warning(llama, caplog, monkeypatch):
+def test_a_grid_on_a_cpu_is_ignored_and_one_line_says_so(llama, caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     caplog.set_level("WARNING", logger.name)
     runner = making.make_runner(llama[0], enable_batch_prefill_cuda_graph=True)
-    assert "--enable-batch-prefill-cuda-graph is ignored: attention backend 'cpu' does not" in caplog.text
+    assert [line for line in caplog.messages if "batch-prefill" in line] == [
+        "--enable-batch-prefill-cuda-graph is ignored: it has no effect on a CPU, which has no CUDA graphs; "
+        "leave the option out, or use a GPU"
+    ]
     planner = Planner(runner)
     prompt = making.prompt(20)
     assert planner.generate(prompt, 5).output == tiny.reference(llama[1], prompt, 5)
@@ -321,12 +325,23 @@ def test_a_grid_on_a_backend_without_support_is_ignored_with_a_warning(llama, ca
         runner._executor.backend.init_batch_prefill_cuda_graph_state(1, 16)
 
 
-def test_a_grid_for_a_mixture_of_experts_is_ignored_with_a_warning(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level("WARNING", logger.name)
-    tiny.save_qwen3_moe(tmp_path)
-    making.make_runner(tmp_path, enable_batch_prefill_cuda_graph=True).close()
-    assert "--enable-batch-prefill-cuda-graph is ignored: a mixture of experts" in caplog.text
+@pytest.mark.parametrize(
+    ("supports", "moe", "captures", "why"),
+    [
+        (False, False, True, "attention backend 'some' does not support it; choose one that does"),
+        (True, True, True, "a mixture of experts"),
+        (True, False, False, "no CUDA graphs are captured"),
+    ],
+)
+def test_a_grid_that_cannot_be_used_on_a_gpu_is_ignored_with_a_warning(
+    llama, warnings, supports, moe, captures, why
+):
+    config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
+    resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
+    resolved = replace(resolved, device=torch.device("cuda"))
+    backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: supports)
+    assert resolve_grid(config, resolved, backend, "some", moe, captures=captures) == []
+    assert f"--enable-batch-prefill-cuda-graph is ignored: {why}" in warnings.text
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(4, 40), (1, 1), (64, 8)])
@@ -348,14 +363,6 @@ def warnings(caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)  # another test may have changed it
     caplog.set_level("WARNING", logger.name)
     return caplog
-
-
-def test_a_grid_is_ignored_with_a_warning_if_no_graph_is_captured(llama, warnings):
-    config = EngineConfig(**making.options(llama[0], enable_batch_prefill_cuda_graph=True))
-    resolved = resolve_config(config, resolve(config.model, config.load_format, config.cache_dir), TPInfo())
-    backend = SimpleNamespace(supports_batch_prefill_cuda_graph=lambda: True)
-    assert resolve_grid(config, resolved, backend, "some", False, captures=False) == []
-    assert "--enable-batch-prefill-cuda-graph is ignored: no CUDA graphs are captured" in warnings.text
 
 
 def _demand(**changes):
@@ -406,7 +413,7 @@ def test_a_step_can_be_awaited_while_it_runs_and_long_after_it_has_ended(planner
     runner._stream.submit(may_run.wait)  # the step behind it waits too
 
     def await_step() -> None:
-        runner.await_step(1)
+        runner.queue_behind(1)
         has_ended.set()
 
     step = planner.launch([(sequence, 5)])
@@ -420,7 +427,7 @@ def test_a_step_can_be_awaited_while_it_runs_and_long_after_it_has_ended(planner
     step.read()
     planner.decode([sequence], 2 * NUM_RECENT)
     assert len(runner._recent) == NUM_RECENT
-    runner.await_step(1)
+    runner.queue_behind(1)
 
 
 def test_a_step_that_failed_fails_whoever_awaits_it(planner):
@@ -429,4 +436,4 @@ def test_a_step_that_failed_fails_whoever_awaits_it(planner):
     plan.step = 7  # it should be the first one
     planner.runner.forward_batch(plan)
     with pytest.raises(PlanError):
-        planner.runner.await_step(7)
+        planner.runner.queue_behind(7)

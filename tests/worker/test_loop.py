@@ -303,6 +303,25 @@ def test_a_rejection_is_answered(client: Client) -> None:
     assert isinstance(rejected, Rejected) and rejected.kind == "ContextLengthError"
 
 
+def test_the_scheduler_is_told_when_a_launch_is_over(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, launch = client.loop.scheduler, client.runner.forward_batch
+    begun: list[int] = []
+    over: list[tuple[list[int], bool]] = []
+
+    def begin(plan: StepPlan) -> Done:
+        begun.append(plan.step)
+        return launch(plan)
+
+    def launched(now: float) -> None:
+        over.append((list(begun), now >= scheduler.in_flight[-1].planned_at))
+
+    monkeypatch.setattr(client.runner, "forward_batch", begin)
+    monkeypatch.setattr(scheduler, "launched", launched)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    client.collect("r")
+    assert over == [(begun[: i + 1], True) for i in range(len(begun))] != []
+
+
 class Slow:
     """A step that takes ``seconds`` from the end of the step before it."""
 
@@ -499,6 +518,9 @@ class OtherWorker:
                 self.machine.on_message(event.peer, event.message, now)
             case LinkClosed():
                 self.machine.on_closed(event.peer, now)
+
+    def set_load(self, scheduler: Scheduler) -> None:
+        pass
 
     def flush(self, now: float) -> None:
         self.got += [message for _, message in self.machine.peers.messages]

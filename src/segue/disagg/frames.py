@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from segue.errors import KVProtocolError
-from segue.messages.kv import MAX_LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MAX_REASON, Grant, KVMessage
+from segue.messages.kv import (
+    MAX_LARGE_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_REASON,
+    Grant,
+    KVMessage,
+    Pools,
+    Sent,
+)
 
 LENGTH = struct.Struct("<I")
 
@@ -55,7 +63,7 @@ def printable(text: str) -> str:
 
 
 def _check_size(message: KVMessage, size: int) -> None:
-    limit = MAX_LARGE_MESSAGE_BYTES if isinstance(message, Grant) else MAX_MESSAGE_BYTES
+    limit = MAX_LARGE_MESSAGE_BYTES if isinstance(message, Grant | Pools | Sent) else MAX_MESSAGE_BYTES
     if size > limit:
         raise KVProtocolError(
             f"{type(message).__name__} has {size} bytes; its limit is {limit}. Send less in one message"

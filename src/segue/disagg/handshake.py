@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from segue.disagg.frames import printable
+from segue.disagg.transports.choice import TRAITS, TransportTraits
 from segue.errors import (
     KVKeyError,
     KVMismatchError,
@@ -32,6 +33,7 @@ SAME_MODEL = "give both the same --model and --load-format"
 MUST_BE_EQUAL = {
     "protocol": "run the same version of Segue on both",
     "model": SAME_MODEL,
+    "tokenizer": "load both from the same checkpoint: their files tokenizer.json differ",
     "layers": SAME_MODEL,
     "kv_heads": SAME_MODEL,
     "head_dim": SAME_MODEL,
@@ -40,7 +42,6 @@ MUST_BE_EQUAL = {
     "deterministic": "give --deterministic to both or to neither",
 }
 SAME_NUMERICS = "run both on the same device and software, with the same --tp, or without --deterministic"
-SAME_HOST_KINDS = frozenset(("shm", "cuda_ipc"))  # transports that need one host
 SAME_KEY = "start both with the same --pd-key"
 PROOF_LABEL = b"segue kv proof"
 
@@ -224,12 +225,35 @@ def _problems(ours: Hello, theirs: Hello) -> Iterator[str]:
     if not ways:
         rule = "one of them must prefill and the other one decode; change --role of one"
         yield _difference("work", ours.work, theirs.work, rule)
-    elif not all(common_transports(source, target) for source, target in ways):
-        rule = "they have no transport in common"
-        if ours.boot_id != theirs.boot_id:
-            rule += f", and {' and '.join(sorted(SAME_HOST_KINDS))} work on one host only"
-        remedy = f"{rule}; run both on one host, with the same --device"
-        yield _difference("transports", _kinds(ours), _kinds(theirs), remedy)
+    elif missing := [way for way in ways if not common_transports(*way)]:
+        yield from _transport_problems(*missing[0], ours, theirs)
+
+
+def _transport_problems(source: Hello, target: Hello, ours: Hello, theirs: Hello) -> Iterator[str]:
+    """Yields why ``source`` has no way of writing into ``target``'s KV pools; these are the two workers."""
+    if kinds := _shared_kinds(source, target):
+        for kind in kinds:
+            if TRAITS[kind].peer_access and (hidden := _unreachable(source, target)):
+                reached = [rank.reaches for rank in source.ranks]
+                yield (
+                    f"the GPUs of {short_repr(target.engine_id)} are {short_repr(hidden)}, and those that "
+                    f"the ranks of {short_repr(source.engine_id)} can write to are {short_repr(reached)}; "
+                    "start each with CUDA_VISIBLE_DEVICES that lists the GPUs of both, its own first, and "
+                    "use GPUs with peer access to each other"
+                )
+            else:
+                rule = f"{kind} moves whole pages between equal ranks; give both the same --tp"
+                yield _difference("tp", ours.tp, theirs.tp, rule)
+        return
+    rule = "they have no transport in common; give both the same --device and --pd-transport"
+    if ours.boot_id != theirs.boot_id:
+        local = " and ".join(sorted(kind for kind, traits in TRAITS.items() if traits.one_host))
+        rule = (
+            f"they have no transport in common that joins two hosts, and {local} work on one host only; run "
+            "both on one host with the same --device, or install NIXL on both (pip install 'segue[nixl]') "
+            "and give both a --pd-key"
+        )
+    yield _difference("transports", _kinds(ours), _kinds(theirs), rule)
 
 
 def _difference(name: str, ours: object, theirs: object, remedy: str) -> str:
@@ -248,9 +272,26 @@ def common_transports(source: Hello, target: Hello) -> list[str]:
     All ranks of both offer each of these kinds. They are in the order of ``target``, the best first, so that
     both sides choose the same one.
     """
-    offered = _kinds(source)
+    return [kind for kind in _shared_kinds(source, target) if _joins(TRAITS[kind], source, target)]
+
+
+def _shared_kinds(source: Hello, target: Hello) -> list[str]:
+    """Returns the known kinds that all ranks offer and that join their hosts, in the target's order."""
+    known = [kind for kind in _kinds(target) if kind in TRAITS and kind in _kinds(source)]
     same_host = source.boot_id == target.boot_id
-    return [kind for kind in _kinds(target) if kind in offered and (same_host or kind not in SAME_HOST_KINDS)]
+    return [kind for kind in known if same_host or not TRAITS[kind].one_host]
+
+
+def _joins(traits: TransportTraits, source: Hello, target: Hello) -> bool:
+    """Whether a kind that joins the hosts of two workers joins their ranks too."""
+    has_access = not traits.peer_access or not _unreachable(source, target)
+    return has_access and (source.tp == target.tp or traits.any_heads)
+
+
+def _unreachable(source: Hello, target: Hello) -> list[str]:
+    """Returns the GPUs of ``target`` that some rank of ``source`` cannot write to."""
+    devices = [rank.device for rank in target.ranks]
+    return [each for each in devices if any(each not in rank.reaches for rank in source.ranks)]
 
 
 def sign(key: bytes, signer: LinkSide, first: bytes, second: bytes) -> bytes:

@@ -66,6 +66,31 @@ class HeadRoute:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRuns:
+    """What a route copies of each page, in bytes: one run per row, with gaps in the source or the target."""
+
+    num_rows: int  # of a page
+    source_start: int  # of the first row's run, from the beginning of the page
+    target_start: int
+    source_row: int  # from one row to the next; pages follow each other without a gap
+    target_row: int
+    run: int
+
+
+def row_runs(route: HeadRoute, source: PageShape, target: PageShape) -> RowRuns:
+    """Return what a route copies between pages of two shapes, which `HeadRoute.check` has accepted."""
+    head = source.head_bytes
+    return RowRuns(
+        num_rows=source.num_rows,
+        source_start=route.source_head * head,
+        target_start=route.target_head * head,
+        source_row=source.num_heads * head,
+        target_row=target.num_heads * head,
+        run=route.num_heads * head,
+    )
+
+
 def heads_of(rank: int, tp: int, kv_heads: int) -> range:
     """Return the model's KV heads that a rank holds, as ``models/sharding.py`` gives them out.
 

@@ -8,16 +8,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import inf
 
-from segue.disagg.lease import RECONNECT_S, SILENT_S, STUCK_S, Lease, LeaseEvent, LeasePort, LeaseState
+from segue.disagg.lease import (
+    LOST_S,
+    RECONNECT_S,
+    SILENT_S,
+    STUCK_S,
+    WEIGHTS_S,
+    Lease,
+    LeaseEvent,
+    LeasePort,
+    LeaseState,
+)
 from segue.disagg.peers import Peers
-from segue.messages.kv import Claim, Grant, Revoke
+from segue.disagg.recent import RecentHandovers, note
+from segue.disagg.transports.choice import TRAITS
+from segue.messages.kv import Claim, Grant, Revoke, VerifyPages
 from segue.messages.requests import pack_ids
 
 
 class LeaseMachine:
     """All leases of a worker, and what happens to them; `Leases` says when."""
 
-    def __init__(self, target: LeasePort, peers: Peers) -> None:
+    def __init__(self, target: LeasePort, peers: Peers, *, num_ranks: int) -> None:
+        """``num_ranks`` is this worker's number of tensor-parallel ranks."""
+        self._num_ranks = num_ranks
+        self._num_tickets = 0
+        self.by_ticket: dict[int, Lease] = {}  # those whose pages are compared with their checksums
         self._target = target
         self._peers = peers
         self.active: dict[int, Lease] = {}  # by handoff: those whose request awaits its KV
@@ -25,6 +41,7 @@ class LeaseMachine:
             tuple[str, int, int], Lease
         ] = {}  # by (peer, handoff, number): REVOKED, QUARANTINED
         self.reconnect_at = inf
+        self.recent = RecentHandovers("decode")
 
     def __iter__(self) -> Iterator[Lease]:
         yield from self.active.values()
@@ -34,14 +51,16 @@ class LeaseMachine:
         """Claim the KV of a request; connects to the prefill worker first, if need be."""
         assert lease.handoff not in self.active
         self.active[lease.handoff] = lease
+        note(lease.events, "claim", now)
         if (peer := self._peers.at(lease.address)) is not None:
             self.send_claim(lease, peer.hello.incarnation, now)
         else:
             self._peers.connect(lease.address)
 
     def send_claim(self, lease: Lease, incarnation: str, now: float) -> None:
-        lease.peer, lease.session = incarnation, self._peers.open[incarnation].session
-        if self._peers.open[incarnation].is_suspect:
+        peer = self._peers.open[incarnation]
+        lease.peer, lease.session, lease.transport = incarnation, peer.session, peer.transport
+        if peer.is_suspect:
             lease.gone_reason = "suspect"
             self.apply(lease, LeaseEvent.GONE, now)
             return
@@ -56,6 +75,7 @@ class LeaseMachine:
 
     def apply(self, lease: Lease, event: LeaseEvent, now: float) -> None:
         """Apply one event: enter the table's next state, and do what the table says."""
+        note(lease.events, event.name.lower(), now)
         before = lease.state
         lease.state, actions = LEASE[before][event]
         if lease.state is not before:
@@ -72,6 +92,7 @@ class LeaseMachine:
             key = (lease.peer or "", lease.handoff, lease.number)
             if lease.state is LeaseState.ENDED:
                 self.leaving.pop(key, None)
+                self.recent.add(lease)
             else:
                 lease.left_at = min(lease.left_at, now)
                 self.leaving[key] = lease
@@ -161,9 +182,33 @@ class LeaseMachine:
             late = (each for each in self.leaving.values() if each.peer == lease.peer)
             peer.is_suspect = any(now >= each.revoked_at + SILENT_S for each in late)
 
+    def _verify(self, lease: Lease, now: float) -> None:
+        """Have the own ranks compare the pages with their checksums."""
+        assert lease.hold is not None and lease.sent is not None
+        self._num_tickets += 1
+        lease.ticket, lease.num_verifying = self._num_tickets, self._num_ranks
+        self.by_ticket[lease.ticket] = lease
+        command = VerifyPages(ticket=lease.ticket, pages=lease.hold.own_pages, sums=lease.sent.sums)
+        self._peers.commands.append(command)
+
+    def _end_verifying(self, lease: Lease, now: float) -> None:
+        """Ignore the answers that still come."""
+        del self.by_ticket[lease.ticket]
+
+    def _await_weights(self, lease: Lease, now: float) -> None:
+        """Wait for this worker's own commit, once for each lease."""
+        if lease.weights_until is None:
+            lease.weights_until = now + WEIGHTS_S
+        lease.deadline, lease.gone_reason = lease.weights_until, "version"
+
     def _reconnect(self, lease: Lease, now: float) -> None:
         """Try to reach the prefill worker again: its last word may come over the next connection."""
         self.reconnect_at = min(self.reconnect_at, now + RECONNECT_S)
+
+    def _await_silence(self, lease: Lease, now: float) -> None:
+        """Where nothing proves that the writer has gone, give it time to notice the lost connection."""
+        if not TRAITS[lease.transport].proves_gone:
+            lease.deadline = now + LOST_S
 
 
 Action = Callable[[LeaseMachine, Lease, float], None]
@@ -188,29 +233,47 @@ LEASE: dict[LeaseState, dict[LeaseEvent, tuple[LeaseState, tuple[Action, ...]]]]
     },
     _S.GRANTED: {
         _E.SENT: (_S.LANDED, ()),
+        _E.SENT_SUMS: (_S.VERIFYING, (_M._verify,)),
         _E.GONE: (_S.ENDED, (_M._free, _M._give_up)),
         _E.GONE_AGAIN: (_S.CLAIMED, (_M._free, _M._forget_number)),
         _E.UNWANTED: (_S.REVOKED, (_M._revoke_final, _M._await_last_word)),
         _E.WANTED_BACK: (_S.REVOKED, (_M._await_last_word, _M._claim_again)),
         _E.SILENT: (_S.REVOKED, (_M._revoke_final, _M._await_last_word, _M._give_up)),
-        _E.LINK_LOST: (_S.QUARANTINED, (_M._reconnect, _M._give_up)),
+        _E.LINK_LOST: (_S.QUARANTINED, (_M._reconnect, _M._await_silence, _M._give_up)),
+    },
+    _S.VERIFYING: {
+        _E.VERIFIED: (_S.LANDED, (_M._end_verifying,)),
+        _E.DIFFERS: (_S.ENDED, (_M._end_verifying, _M._free, _M._give_up)),
+        _E.UNWANTED: (_S.ENDED, (_M._end_verifying, _M._free)),
+        _E.WANTED_BACK: (_S.ENDED, (_M._end_verifying, _M._free, _M._give_up)),
+        _E.LINK_LOST: (_S.VERIFYING, ()),
     },
     _S.LANDED: {
         _E.ADOPTED: (_S.ENDED, ()),
         _E.UNWANTED: (_S.ENDED, (_M._free,)),
         _E.WANTED_BACK: (_S.ENDED, (_M._free, _M._give_up)),
         _E.LINK_LOST: (_S.LANDED, ()),
+        _E.NEWER: (_S.AHEAD, (_M._await_weights,)),
+        _E.COMMITTED: (_S.LANDED, ()),
+    },
+    _S.AHEAD: {
+        _E.UNWANTED: (_S.ENDED, (_M._free,)),
+        _E.WANTED_BACK: (_S.ENDED, (_M._free, _M._give_up)),
+        _E.SILENT: (_S.ENDED, (_M._free, _M._give_up)),
+        _E.LINK_LOST: (_S.AHEAD, ()),
+        _E.COMMITTED: (_S.LANDED, ()),
     },
     _S.REVOKED: {
         _E.SENT: (_S.ENDED, (_M._free, _M._trust)),
         _E.GONE: (_S.ENDED, (_M._free, _M._trust)),
         _E.GONE_AGAIN: (_S.ENDED, (_M._free, _M._trust)),
         _E.SILENT: (_S.REVOKED, (_M._suspect,)),
-        _E.LINK_LOST: (_S.QUARANTINED, (_M._reconnect,)),
+        _E.LINK_LOST: (_S.QUARANTINED, (_M._reconnect, _M._await_silence)),
         _E.WRITERS_GONE: (_S.ENDED, (_M._free, _M._trust)),
     },
     _S.QUARANTINED: {
         _E.LINK_BACK: (_S.REVOKED, (_M._revoke_again, _M._await_last_word)),
         _E.WRITERS_GONE: (_S.ENDED, (_M._free,)),
+        _E.SILENT: (_S.ENDED, (_M._free,)),
     },
 }

@@ -5,30 +5,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import inf
 
-from segue.disagg.lease import RECONNECT_S, SILENT_S, Lease, LeaseEvent, LeasePort, LeaseState
+from segue.disagg.lease import RECONNECT_S, SILENT_S, STEP_S, Lease, LeaseEvent, LeasePort, LeaseState
 from segue.disagg.lease_machine import LeaseMachine
 from segue.disagg.offer import HeldPages
 from segue.disagg.peers import Peers, ProtocolViolation
+from segue.disagg.recent import RecentHandovers, note
 from segue.messages.kv import (
     First,
     Gone,
     KVIdentity,
+    PagesVerified,
     PromptLogprobs,
     Pushed,
     ReservePages,
     RevokeReason,
     Sent,
 )
+from segue.messages.requests import TokenLogprob
+
+# All pages are written: the prefill worker has said its last word.
+WRITTEN = (LeaseState.VERIFYING, LeaseState.LANDED, LeaseState.AHEAD)
 
 
 class Leases:
     """All leases of a worker. Every method that takes ``now`` may send messages through ``peers``."""
 
-    def __init__(self, target: LeasePort, peers: Peers) -> None:
-        self._machine = LeaseMachine(target, peers)
+    def __init__(self, target: LeasePort, peers: Peers, *, num_ranks: int) -> None:
+        """``num_ranks`` is this worker's number of tensor-parallel ranks."""
+        self._machine = LeaseMachine(target, peers, num_ranks=num_ranks)
         self._target = target
         self._peers = peers
         self.active = self._machine.active
@@ -51,6 +59,11 @@ class Leases:
         """The leases whose requests can be adopted."""
         return [lease for lease in self.active.values() if lease.state is LeaseState.LANDED]
 
+    @property
+    def recent(self) -> RecentHandovers:
+        """The leases that ended last."""
+        return self._machine.recent
+
     # --- what the request does ---
 
     def claim(self, lease: Lease, now: float) -> None:
@@ -69,16 +82,26 @@ class Leases:
             lease.revoke_reason = why
             self._machine.apply(lease, LeaseEvent.WANTED_BACK, now)
 
-    def committed(self, old: KVIdentity, new: KVIdentity) -> None:
+    def committed(self, old: KVIdentity, new: KVIdentity, now: float) -> None:
         """Note that other weights are served: granted pages may get KV of the old or the new ones."""
         for lease in self.active.values():
             if lease.hold is not None:
                 lease.commits.append((old, new))
+            if lease.state in (LeaseState.LANDED, LeaseState.AHEAD):
+                self._machine.apply(lease, LeaseEvent.COMMITTED, now)
+
+    def await_weights(self, lease: Lease, now: float) -> bool:
+        """Let KV that has landed wait for this worker's own commit; returns whether it still may."""
+        if lease.weights_until is not None and now >= lease.weights_until:
+            return False
+        self._machine.apply(lease, LeaseEvent.NEWER, now)
+        return True
 
     def grant_all(self, now: float) -> None:
         """Grant pages to the leases that wait for them, in order, as long as there are enough."""
-        queued = [lease for lease in self.active.values() if lease.state is LeaseState.QUEUED]
-        for lease in sorted(queued, key=lambda lease: lease.order):
+        queued = (lease for lease in self.active.values() if lease.state is LeaseState.QUEUED)
+        granted = [lease for lease in queued if self._target.may_start(lease.rid)]
+        for lease in sorted(granted, key=lambda lease: lease.order):
             hold = self._target.take(lease.rid)
             if hold is None:
                 break
@@ -144,11 +167,30 @@ class Leases:
         if lease is not None and lease.state is LeaseState.GRANTED and lease.number == message.lease:
             lease.deadline = now + SILENT_S
 
+    def on_load(self, incarnation: str, step: int, is_busy: bool, now: float) -> None:
+        """Note what the prefill worker says of its steps.
+
+        In a long step it sends no `Pushed`, but the thread of its connection answers pings. So its leases are
+        not silent while it computes, unless it has been at the same step for too long.
+        """
+        peer = self._peers.open[incarnation]
+        if step != peer.step:
+            peer.step, peer.step_since = step, now
+        if not is_busy or now >= peer.step_since + STEP_S:
+            return
+        for lease in self:
+            is_due = lease.state is LeaseState.GRANTED or (
+                lease.state is LeaseState.REVOKED and not peer.is_suspect
+            )
+            if lease.peer == incarnation and is_due:
+                lease.deadline = now + SILENT_S
+
     def on_logprobs(self, incarnation: str, message: PromptLogprobs, now: float) -> None:
         """Take a part of the logprobs of prompt tokens; after another claim all parts come again."""
         lease = self._of(incarnation, message.handoff)
         if lease is None or lease.first is not None:
             return
+        self._check_tokens(message, message.entries)
         if message.part == 0:
             lease.logprobs, lease.num_parts = [], 0
         if message.part != lease.num_parts:
@@ -169,7 +211,9 @@ class Leases:
                 f"First for handoff {message.handoff} comes after {lease.num_parts} parts of logprobs, not "
                 f"{message.parts}"
             )
+        self._check_tokens(message, [TokenLogprob(message.token, 0.0), *filter(None, [message.logprob])])
         lease.first = message
+        note(lease.events, "first", now)
         if lease.state is LeaseState.GRANTED:
             lease.deadline = now + SILENT_S
         self._target.take_first(lease.rid, message, lease.logprobs)
@@ -184,12 +228,24 @@ class Leases:
             if lease.first is None:
                 raise ProtocolViolation(f"Sent for handoff {message.handoff} before its First")
         lease.sent = message
-        self._machine.apply(lease, LeaseEvent.SENT, now)
+        has_sums = bool(message.sums) and lease.state is LeaseState.GRANTED
+        self._machine.apply(lease, LeaseEvent.SENT_SUMS if has_sums else LeaseEvent.SENT, now)
+
+    def verified(self, event: PagesVerified, now: float) -> None:
+        """An own rank has compared its part of a lease's pages with their checksums."""
+        if (lease := self._machine.by_ticket.get(event.ticket)) is None:
+            return
+        lease.num_verifying -= 1
+        if event.error:
+            lease.gone_reason, lease.message = "checksum", event.error
+            self._machine.apply(lease, LeaseEvent.DIFFERS, now)
+        elif not lease.num_verifying:
+            self._machine.apply(lease, LeaseEvent.VERIFIED, now)
 
     def on_gone(self, incarnation: str, message: Gone, now: float) -> None:
         """The KV will not come, or not under this lease."""
         lease = self._named(incarnation, message.handoff, message.lease)
-        if lease is not None and lease.state is not LeaseState.LANDED:
+        if lease is not None and lease.state not in WRITTEN:
             lease.gone_reason, lease.message = message.reason, message.message
             again = message.again and lease.number > 0  # a claim that got no lease is refused for good
             self._machine.apply(lease, LeaseEvent.GONE_AGAIN if again else LeaseEvent.GONE, now)
@@ -212,6 +268,16 @@ class Leases:
             name = type(message).__name__
             raise ProtocolViolation(f"{name} for handoff {lease.handoff} in the state {lease.state.name}")
 
+    def _check_tokens(self, message: First | PromptLogprobs, entries: Sequence[TokenLogprob]) -> None:
+        """Raise ProtocolViolation if an entry has a token that no model here could compute or show."""
+        size = self._target.vocab_size
+        tokens = chain.from_iterable((each.token, *(token for token, _ in each.top)) for each in entries)
+        if (wrong := next((token for token in tokens if not 0 <= token < size), None)) is not None:
+            name = type(message).__name__
+            raise ProtocolViolation(
+                f"{name} for handoff {message.handoff} has token {wrong}, and the vocabulary has {size}"
+            )
+
     # --- time ---
 
     @property
@@ -222,7 +288,8 @@ class Leases:
     def expire(self, now: float) -> None:
         """Apply all deadlines that have passed."""
         for lease in [lease for lease in self if now >= lease.deadline]:
-            lease.revoke_reason, lease.gone_reason = "silent", "expired"
+            if lease.state is not LeaseState.AHEAD:
+                lease.revoke_reason, lease.gone_reason = "silent", "expired"
             self._machine.apply(lease, LeaseEvent.SILENT, now)
         if now >= self._machine.reconnect_at:
             quarantined = (each for each in self.leaving.values() if each.state is LeaseState.QUARANTINED)

@@ -259,7 +259,7 @@ class Link:
         self._unanswered += 1
         self._ping_at = now + settings.silence_s
         load = settings.load()
-        self.queue(frames.encode(Ping(step=load.step, busy=load.busy, queued_ms=load.queued_ms)))
+        self.queue(frames.encode(Ping(step=load.step, busy=load.busy)))
 
     def begin_closing(self, reason: str, now: float) -> None:
         """Queue ``Bye`` after all that waits to be written, and take no more messages."""

@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import cast
 
-from segue.disagg.addresses import SocketAddress, address_of, close_listener, listen
+from segue.disagg.addresses import SocketAddress, address_of, close_listener
 from segue.disagg.call_queue import CallQueue
 from segue.disagg.handshake import LinkSide
 from segue.disagg.link import Link, LinkPhase, LinkSettings
@@ -22,6 +22,7 @@ from segue.messages.kv_link import LinkCloseCode, LinkClosed, LinkEvent, LinkOpe
 MAX_LINKS = 256  # when there are as many, new connections are refused
 MAX_HALF_OPEN = 16  # accepted ones that are not open; a further one takes the place of the oldest
 READ_BYTES = 256 << 10  # of one connection, before others have their turn
+WARN_AGAIN_S = 10.0  # between two warnings of refused connections, which anybody can open
 ACCEPT_AGAIN_S = 1.0  # how long nothing is accepted after the process ran out of descriptors
 
 
@@ -33,7 +34,7 @@ class LinkLoop:
 
     def __init__(
         self,
-        listen_address: str | None,
+        listener: socket.socket | None,
         settings: LinkSettings,
         on_event: Callable[[LinkEvent], None],
         numbers: Iterator[int],
@@ -41,8 +42,8 @@ class LinkLoop:
         self._settings = settings
         self._on_event = on_event
         self._numbers = numbers
-        self._listener = None if listen_address is None else listen(listen_address)
-        self.address = None if self._listener is None else address_of(self._listener)
+        self._listener: socket.socket | None = None
+        self.address: str | None = None
         self.open: dict[int, Link] = {}
         self._links: dict[int, Link] = {}  # in any phase but CLOSED, the oldest first
         self._expected: set[int] = set()  # peers whose address is being looked up
@@ -50,11 +51,17 @@ class LinkLoop:
         self._chunk = memoryview(bytearray(READ_BYTES))
         self._due = inf  # no deadline is before this time
         self._accept_at = inf  # when to accept again
+        self._warn_at = 0.0  # before this time no warning of a refused connection is logged
         self.calls = CallQueue()
         self._selector = selectors.DefaultSelector()  # the data of a key is what to call
         self._selector.register(self.calls.fd, selectors.EVENT_READ, self.calls.run)
-        if self._listener is not None:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        if listener is not None:
+            self.start_listening(listener)
+
+    def start_listening(self, listener: socket.socket) -> None:
+        """Accept the connections of a socket that listens."""
+        self._listener, self.address = listener, address_of(listener)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
         """Serve the connections until :meth:`stop`, and all of them have ended."""
@@ -70,7 +77,7 @@ class LinkLoop:
                     self._tick(now)
         finally:
             self.calls.close()
-            self._stop_listening()
+            self.stop_listening()
             self._selector.close()
             for link in self._links.values():
                 link.close()
@@ -78,11 +85,12 @@ class LinkLoop:
     def stop(self) -> None:
         """Accept nothing more, and close all connections."""
         self._is_stopping = True
-        self._stop_listening()
+        self.stop_listening()
         for peer in [*self._links, *self._expected]:
             self.disconnect(peer, "the worker shuts down")
 
-    def _stop_listening(self) -> None:
+    def stop_listening(self) -> None:
+        """Accept no more connections; those that exist stay."""
         if self._listener is not None:
             if self._accept_at == inf:
                 self._selector.unregister(self._listener)
@@ -245,7 +253,9 @@ class LinkLoop:
         if was_open or link.side is LinkSide.CONNECTING:
             self._on_event(_closed(link.peer, error))
         else:  # something that only connects and leaves, such as a health check, is nothing to warn of
-            level = logging.DEBUG if isinstance(error, KVLinkLostError) else logging.WARNING
+            now, level = time.monotonic(), logging.DEBUG
+            if not isinstance(error, KVLinkLostError) and now >= self._warn_at:
+                level, self._warn_at = logging.WARNING, now + WARN_AGAIN_S
             logger.log(level, "a connection to %s was not opened: %s", self.address, error.message)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from segue.disagg import frames
-from segue.disagg.addresses import parse, resolve
+from segue.disagg.addresses import address_of, listen, parse, resolve
 from segue.disagg.link import LinkSettings
 from segue.disagg.link_loop import LinkLoop
 from segue.errors import KVLinkError
@@ -23,8 +23,7 @@ class Links:
     the engine makes progress is told by the contents of ``Ping`` and ``Pong``, which the owner judges.
 
     Args:
-        listen_address: where to accept connections: ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; None:
-            nowhere.
+        listen_address: as in :meth:`listen`; None: no connections are accepted before a call of it.
         hello: returns what this worker says of itself at the beginning of a connection. The thread calls it;
             the nonce is drawn anew each time, whatever it is here.
         key: ``--pd-key``; without one only loopback and unix addresses can be connected.
@@ -47,7 +46,7 @@ class Links:
         silence_s: float = 1.0,
         handshake_s: float = 5.0,
     ) -> None:
-        self._load = Pong(step=0, busy=False, queued_ms=0.0)
+        self._load = Pong(step=0, busy=False)
         settings = LinkSettings(
             hello=hello,
             key=key,
@@ -56,11 +55,34 @@ class Links:
             handshake_s=handshake_s,
         )
         self._numbers = itertools.count(1)
-        self._loop = LinkLoop(listen_address, settings, on_event, self._numbers)
+        listener = None if listen_address is None else listen(listen_address)
+        self._loop = LinkLoop(listener, settings, on_event, self._numbers)
         # Where others reach this worker, with the port that 0 has become; None: it accepts no connections.
         self.address = self._loop.address
         self._thread = threading.Thread(target=self._loop.run, name="segue-links", daemon=True)
         self._thread.start()
+
+    def listen(self, address: str) -> str:
+        """Accept connections at ``HOST:PORT``, ``[IPv6]:PORT`` or ``unix:PATH``; none may be accepted yet.
+
+        Returns the address, with the port that 0 has become.
+
+        Raises:
+            ConfigError: the address is malformed, in use, or not one of this machine.
+        """
+        assert self.address is None
+        listener = listen(address)
+        self.address = address_of(listener)
+        self._loop.calls.put(partial(self._loop.start_listening, listener))
+        return self.address
+
+    def stop_listening(self) -> None:
+        """Accept no more connections; the address is free when this returns."""
+        done = threading.Event()
+        self._loop.calls.put(self._loop.stop_listening)
+        self._loop.calls.put(done.set)
+        done.wait()
+        self.address = None
 
     def connect(self, address: str) -> int:
         """Begin to connect to a worker; returns the peer's number.
@@ -101,9 +123,9 @@ class Links:
         if link is not None and link.queue(frame):
             self._loop.calls.put(partial(self._loop.flush, link))
 
-    def set_load(self, *, step: int, busy: bool, queued_ms: float) -> None:
+    def set_load(self, *, step: int, busy: bool) -> None:
         """Set what pings and their answers say of this worker: the fields of ``Pong``."""
-        self._load = Pong(step=step, busy=busy, queued_ms=queued_ms)
+        self._load = Pong(step=step, busy=busy)
 
     def disconnect(self, peer: int, reason: str) -> None:
         """Close a connection once what was sent before is written; the other side gets the reason.

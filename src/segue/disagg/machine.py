@@ -13,6 +13,7 @@ from segue.disagg.leases import Leases
 from segue.disagg.offer import OfferPort
 from segue.disagg.offers import Offers
 from segue.disagg.peers import Peers, PeerWorker, ProtocolViolation
+from segue.disagg.transports.choice import TRAITS
 from segue.messages.kv import (
     BanWriters,
     Bye,
@@ -25,8 +26,10 @@ from segue.messages.kv import (
     Hello,
     KVEvent,
     KVMessage,
+    PagesVerified,
     Ping,
     Pong,
+    Pools,
     PromptLogprobs,
     Pushed,
     PushEnded,
@@ -48,7 +51,7 @@ class TransferMachine:
         """``page_size`` is in tokens; ``num_ranks`` is this worker's number of tensor-parallel ranks."""
         self.peers = Peers()
         self.offers = Offers(port, self.peers, page_size=page_size, num_ranks=num_ranks)
-        self.leases = Leases(port, self.peers)
+        self.leases = Leases(port, self.peers, num_ranks=num_ranks)
         self._num_ranks = num_ranks
         self._gone: dict[str, int] = {}  # session -> ranks that nobody can write to for it any more
 
@@ -75,10 +78,13 @@ class TransferMachine:
             addresses |= old.addresses
             self.peers.closes.append((old.number, "the peer has opened another connection"))
             self.on_closed(old.number, now)
-        self.peers.opened(PeerWorker(number=number, session=session, hello=hello, addresses=addresses))
+        self.peers.opened(
+            PeerWorker(number=number, session=session, hello=hello, transport=transport, addresses=addresses)
+        )
         if "decode" in hello.work:
             command = ConnectPeer(
                 session=session,
+                opened_at=now,
                 transport=transport,
                 tp=hello.tp,
                 kv_heads=hello.kv_heads,
@@ -95,8 +101,14 @@ class TransferMachine:
             self.leases.link_lost(incarnation, now)
             if "decode" in peer.hello.work:
                 self.peers.commands.append(DisconnectPeer(session=peer.session))
-            if "prefill" in peer.hello.work:
+            if "prefill" in peer.hello.work and TRAITS[peer.transport].proves_gone:
                 self.peers.commands.append(BanWriters(session=peer.session))
+
+    def leave_all(self, reason: str, now: float) -> None:
+        """Close all connections, once what was sent before is written."""
+        for peer in list(self.peers.open.values()):
+            self.peers.closes.append((peer.number, reason))
+            self.on_closed(peer.number, now)
 
     def on_unreachable(self, address: str, now: float) -> None:
         """No connection to an address could be opened."""
@@ -134,8 +146,12 @@ class TransferMachine:
                 self.leases.on_sent(peer, message, now)
             case Gone():
                 self.leases.on_gone(peer, message, now)
-            case Ping() | Pong() | Bye():
-                pass  # the connection's own thread answers them
+            case Pools():
+                raise ProtocolViolation("Pools came twice, or from a worker that does not decode")
+            case Ping() | Pong():  # the connection's own thread answers them
+                self.leases.on_load(peer, message.step, message.busy, now)
+            case Bye():
+                pass  # its end follows
             case _:
                 assert_never(message)
 
@@ -143,7 +159,9 @@ class TransferMachine:
         """Handle an event of one rank."""
         match event:
             case PushEnded():
-                self.offers.push_ended(event.ticket, event.error, now)
+                self.offers.push_ended(event, now)
+            case PagesVerified():
+                self.leases.verified(event, now)
             case WritersGone():
                 self._gone[event.session] = self._gone.get(event.session, 0) + 1
                 if self._gone[event.session] == self._num_ranks:

@@ -20,6 +20,7 @@ from enum import Enum, auto
 from math import inf
 from typing import Protocol
 
+from segue.disagg.recent import TimedEvent
 from segue.kvcache.prefix_cache import Node
 from segue.messages.kv import First, GoneReason, KVIdentity
 from segue.messages.requests import TokenLogprob
@@ -91,7 +92,7 @@ class Offer:
     state: OfferState = OfferState.OPEN
     deadline: float = inf  # of the state, in seconds of the scheduler's clock
     claimant: str | None = None  # incarnation of the decode worker whose claim stands
-    next_claimant: str | None = None  # incarnation of one that claimed while the offer drained
+    next_claimant: str | None = None  # incarnation of one whose claim waits until that claim has ended
     lease: int = 0  # number of the present lease; 0: none
     session: str = ""  # the connection that the lease was granted over
 
@@ -103,10 +104,13 @@ class Offer:
     targets: list[int] = field(default_factory=list)  # granted pages of the decode worker
     num_posted: int = 0  # granted pages that pushes were posted for
     pushes: dict[int, int] = field(default_factory=dict)  # ticket -> ranks that still write
+    # (target rank, first head, number of heads) -> ticket -> checksums of the pages of this push
+    sums: dict[tuple[int, int, int], dict[int, bytes]] = field(default_factory=dict)
 
     first: First | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens
     first_sent: bool = False  # whether the claimant has the first token
+    is_told: bool = False  # whether any decode worker has got it
     is_alive: bool = True  # whether the request has not ended
     source: HeldPages | None = None  # the pages, once the request has ended; while it runs, they are its own
     draining: list[HeldPages] = field(default_factory=list)  # pages that only pushes still read
@@ -114,6 +118,12 @@ class Offer:
     final: bool = False  # DRAINING: the offer ends when it has drained
     reason: GoneReason = "withdrawn"  # DRAINING: why the lease ends
     draining_since: float = 0.0
+    events: list[TimedEvent] = field(default_factory=list)  # for people
+
+    @property
+    def lease_ends(self) -> bool:
+        """Whether the claim ends with its lease, which only waits for pushes."""
+        return self.state is OfferState.DRAINING and not self.again
 
     def next_draining(self) -> OfferEvent:
         """Returns the event with which draining ends."""
@@ -137,6 +147,9 @@ class EndedOffer:
     """What is remembered of an offer that has ended."""
 
     until: float
+    prompt_hash: bytes
     reason: GoneReason
     first: First | None
     logprobs: list[TokenLogprob]
+    is_told: bool  # whether a decode worker has got the first token
+    ended_at: float

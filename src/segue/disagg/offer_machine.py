@@ -23,7 +23,17 @@ from segue.disagg.offer import (
     OfferState,
 )
 from segue.disagg.peers import Peers, ProtocolViolation
-from segue.messages.kv import First, Gone, GoneReason, PromptLogprobs, PushPages, ReservePages, Sent
+from segue.disagg.recent import RecentHandovers, note
+from segue.messages.kv import (
+    First,
+    Gone,
+    GoneReason,
+    HeadSums,
+    PromptLogprobs,
+    PushPages,
+    ReservePages,
+    Sent,
+)
 from segue.messages.requests import TokenLogprob
 from segue.sizes import ceil_div
 
@@ -41,13 +51,16 @@ class OfferMachine:
         self.by_ticket: dict[int, Offer] = {}
         self.ended: dict[int, EndedOffer] = {}  # by handoff, the one that ended first at the beginning
         self.alive_at = inf  # when the progress of leases is reported next
+        self.ended_step = 0  # number of the last step that has ended
         self.num_sent = 0  # offers whose pages were all sent
         self.num_pages_sent = 0  # their pages
+        self.recent = RecentHandovers("prefill")
         self._num_leases = 0
         self._num_tickets = 0
 
     def apply(self, offer: Offer, event: OfferEvent, now: float) -> None:
         """Apply one event: enter the table's next state, and do what the table says."""
+        note(offer.events, event.name.lower(), now, offer.launched if event is OfferEvent.LAUNCHED else 0)
         offer.state, actions = OFFER[offer.state][event]
         for action in actions:
             action(self, offer, now)
@@ -77,7 +90,7 @@ class OfferMachine:
     def _tell_first(self, offer: Offer, now: float) -> None:
         """Send the first token to the claimant, once."""
         if offer.first is not None and offer.claimant is not None and not offer.first_sent:
-            offer.first_sent = True
+            offer.first_sent = offer.is_told = True
             self.send_first(offer.claimant, offer.first, offer.logprobs)
 
     def send_first(self, incarnation: str, first: First, logprobs: list[TokenLogprob]) -> None:
@@ -104,7 +117,7 @@ class OfferMachine:
         self._num_tickets += 1
         ticket = self._num_tickets
         if not offer.pushes:
-            offer.deadline = now + PUSH_S
+            offer.deadline = self.push_deadline(offer, now)
         offer.pushes[ticket] = self._num_ranks
         self.by_ticket[ticket] = offer
         self._peers.commands.append(
@@ -117,6 +130,11 @@ class OfferMachine:
             )
         )
         offer.num_posted = end - offer.first_page
+        note(offer.events, "posted", now, offer.num_posted)
+
+    def push_deadline(self, offer: Offer, now: float) -> float:
+        """Returns when a push that now is the oldest must have ended; infinite: its step still runs."""
+        return now + PUSH_S if offer.after_step <= self.ended_step else inf
 
     def _sent(self, offer: Offer, now: float) -> None:
         """Send `Sent`, the last word on a lease whose pages are all written."""
@@ -126,6 +144,7 @@ class OfferMachine:
             lease=offer.lease,
             pages=len(offer.targets),
             identities=offer.identities,
+            sums=[_joined(heads, crcs) for heads, crcs in offer.sums.items()],
         )
         self._peers.send(offer.claimant, sent)
         self.num_sent += 1
@@ -144,13 +163,16 @@ class OfferMachine:
             )
         offer.lease, offer.again = 0, False
         if not again:
-            offer.claimant, offer.next_claimant, offer.first_sent = offer.next_claimant, None, False
+            self._drop_claim(offer, now)
 
     def _is_stuck(self, offer: Offer, now: float) -> bool:
-        return offer.state is OfferState.DRAINING and now >= offer.draining_since + PUSH_S
+        has_begun = offer.after_step <= self.ended_step
+        return offer.state is OfferState.DRAINING and has_begun and now >= offer.draining_since + PUSH_S
 
     def _drop_claim(self, offer: Offer, now: float) -> None:
-        offer.claimant, offer.lease, offer.first_sent = None, 0, False
+        """End a claim; the one that waits for its end takes its place."""
+        offer.claimant, offer.next_claimant = offer.next_claimant, None
+        offer.lease, offer.first_sent = 0, False
 
     def _await_claim(self, offer: Offer, now: float) -> None:
         """Set the time that pages wait for a claim, once the first token is known."""
@@ -162,7 +184,7 @@ class OfferMachine:
         self._push(offer, now)
 
     def _begin_draining(self, offer: Offer, now: float) -> None:
-        offer.draining_since, offer.deadline = now, now + PUSH_S
+        offer.draining_since, offer.deadline = now, self.push_deadline(offer, now)
 
     def _set_again(self, offer: Offer, now: float) -> None:
         """The request computes its KV again: the claim stands."""
@@ -203,22 +225,38 @@ class OfferMachine:
         """Give back the pages that only pushes read."""
         for hold in offer.draining:
             self._source.release(hold)
-        offer.draining, offer.targets, offer.num_posted = [], [], 0
+        offer.draining, offer.targets, offer.num_posted, offer.sums = [], [], 0, {}
 
     def _end(self, offer: Offer, now: float) -> None:
         """End the offer: its pages go back, and its end is remembered."""
-        if offer.claimant is not None:  # a claim without a lease
+        while offer.claimant is not None:  # a claim without a lease
             self._tell_first(offer, now)
             self.refuse(offer.claimant, offer.handoff, offer.reason)
+            self._drop_claim(offer, now)
         self._drop_holds(offer, now)
         if offer.source is not None:
             self._source.release(offer.source)
         del self.by_handoff[offer.handoff]
-        until = now + REMEMBERED_S
-        self.ended[offer.handoff] = EndedOffer(until, offer.reason, offer.first, offer.logprobs)
+        self.recent.add(offer)
+        self.ended[offer.handoff] = EndedOffer(
+            until=now + REMEMBERED_S,
+            prompt_hash=offer.prompt_hash,
+            reason=offer.reason,
+            first=offer.first,
+            logprobs=offer.logprobs,
+            is_told=offer.is_told,
+            ended_at=now,
+        )
 
     def _violation(self, offer: Offer, now: float) -> None:
         raise ProtocolViolation(f"Grant for lease {offer.lease}, whose pages have been granted")
+
+
+def _joined(heads: tuple[int, int, int], crcs: dict[int, bytes]) -> HeadSums:
+    """Returns the checksums of all pushes of a lease; tickets grow with the pages."""
+    target_rank, head, num_heads = heads
+    joined = b"".join(crcs[ticket] for ticket in sorted(crcs))
+    return HeadSums(target_rank=target_rank, head=head, num_heads=num_heads, crcs=joined)
 
 
 Action = Callable[[OfferMachine, Offer, float], None]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 from segue.disagg.offer import (
@@ -13,6 +14,7 @@ from segue.disagg.offer import (
     EARLY_CLAIM_S,
     MAX_EARLY_CLAIMS,
     PUSH_S,
+    UNCLAIMED_S,
     HeldPages,
     Offer,
     OfferEvent,
@@ -21,7 +23,8 @@ from segue.disagg.offer import (
 )
 from segue.disagg.offer_machine import OfferMachine
 from segue.disagg.peers import Peers, ProtocolViolation
-from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, Pushed, Revoke
+from segue.disagg.recent import RecentHandovers, note
+from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, Pushed, PushEnded, Revoke
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.sizes import ceil_div
 
@@ -51,6 +54,21 @@ class Offers:
         """The pages of these offers."""
         return self._machine.num_pages_sent
 
+    def num_open(self, now: float) -> int:
+        """Returns the number of offers that live, or whose first token a decode worker may still ask for.
+
+        A first token that ends its request also ends the offer, perhaps before the claim comes.
+        """
+        return len(self.by_handoff) + sum(
+            ended.first is not None and not ended.is_told and now < ended.ended_at + UNCLAIMED_S
+            for ended in self._machine.ended.values()
+        )
+
+    @property
+    def recent(self) -> RecentHandovers:
+        """The offers that ended last."""
+        return self._machine.recent
+
     def __iter__(self) -> Iterator[Offer]:
         return iter(self.by_handoff.values())
 
@@ -66,9 +84,10 @@ class Offers:
     def add(self, handoff: int, rid: str, num_tokens: int, prompt_hash: bytes, now: float) -> None:
         """Begin an offer; its handoff must be new (see `is_known`)."""
         assert not self.is_known(handoff)
-        self.by_handoff[handoff] = Offer(
+        self.by_handoff[handoff] = offer = Offer(
             handoff=handoff, rid=rid, num_tokens=num_tokens, prompt_hash=prompt_hash
         )
+        note(offer.events, "begin", now)
         if (early := self._early.pop(handoff, None)) is not None:
             self.on_claim(early[0], early[1], now)
 
@@ -84,11 +103,23 @@ class Offers:
                 offer.identities.append(identity)
             self._machine.apply(offer, OfferEvent.LAUNCHED, now)
 
+    def computed(self, handoff: int, tokens: int, now: float) -> None:
+        """Note that the KV of the first ``tokens`` tokens is computed."""
+        if (offer := self.by_handoff.get(handoff)) is not None:
+            note(offer.events, "computed", now, tokens)
+
     def committed(self, identity: KVIdentity) -> None:
         """Note that other weights are served: they compute the rest of each prompt that has begun."""
         for offer in self:
             if 0 < offer.launched < offer.num_tokens and identity not in offer.identities:
                 offer.identities.append(identity)
+
+    def step_ended(self, step: int, now: float) -> None:
+        """Note that a step has ended: pushes that have waited for it begin."""
+        self._machine.ended_step = step
+        for offer in self:
+            if offer.pushes and offer.after_step == step:
+                offer.draining_since, offer.deadline = now, min(offer.deadline, now + PUSH_S)
 
     def add_logprobs(self, handoff: int, entries: list[TokenLogprob]) -> None:
         """Keep logprobs of prompt tokens, which the decode worker gets before the first token."""
@@ -145,32 +176,38 @@ class Offers:
         if offer is None:
             self._claim_unknown(incarnation, claim, now)
         elif claim.prompt_hash != offer.prompt_hash:
-            text = f"the prompt of request {claim.rid} differs from the one that was computed for its handoff"
-            self._machine.refuse(incarnation, claim.handoff, "prompt_differs", text)
+            self._refuse_prompt(incarnation, claim)
         elif self._peers.open[incarnation].is_suspect:
             self._machine.refuse(incarnation, claim.handoff, "suspect")
-        elif incarnation in (offer.claimant, offer.next_claimant) and not (
-            offer.state is OfferState.DRAINING and not offer.again and offer.next_claimant is None
-        ):
+        elif incarnation == offer.next_claimant or (incarnation == offer.claimant and not offer.lease_ends):
             return  # its claim stands already: the two sides' messages have crossed
-        elif offer.state is OfferState.DRAINING and offer.next_claimant is None and not offer.again:
-            offer.next_claimant = incarnation
-        elif offer.state is OfferState.OPEN and offer.claimant is None:
+        elif offer.claimant is None:
             offer.claimant, offer.first_sent = incarnation, False
             self._machine.settle(offer, now)
+        elif offer.next_claimant is None:
+            # A router may know before this worker that the decode worker of the claim that stands is lost.
+            offer.next_claimant = incarnation
         else:
             self._machine.refuse(incarnation, claim.handoff, "taken")
 
     def _claim_unknown(self, incarnation: str, claim: Claim, now: float) -> None:
         """Answer a claim that has no offer by what is remembered; else keep it until its request comes."""
         if (ended := self._machine.ended.get(claim.handoff)) is not None:
+            if claim.prompt_hash != ended.prompt_hash:
+                self._refuse_prompt(incarnation, claim)
+                return
             if ended.first is not None:
                 self._machine.send_first(incarnation, ended.first, ended.logprobs)
+                self._machine.ended[claim.handoff] = replace(ended, is_told=True)
             self._machine.refuse(incarnation, claim.handoff, ended.reason)
         elif claim.handoff in self._early or len(self._early) >= MAX_EARLY_CLAIMS:
             self._machine.refuse(incarnation, claim.handoff, "unknown")
         else:
             self._early[claim.handoff] = incarnation, claim, now + EARLY_CLAIM_S
+
+    def _refuse_prompt(self, incarnation: str, claim: Claim) -> None:
+        text = f"the prompt of request {claim.rid} differs from the one that was computed for its handoff"
+        self._machine.refuse(incarnation, claim.handoff, "prompt_differs", text)
 
     def on_grant(self, incarnation: str, grant: Grant, now: float) -> None:
         """A decode worker grants pages; a grant for an earlier lease is ignored."""
@@ -191,6 +228,7 @@ class Offers:
                 )
             offer.session = self._peers.open[incarnation].session
             offer.first_page, offer.targets, offer.num_posted = grant.first_page, targets, 0
+            offer.sums = {}
         self._machine.apply(offer, OfferEvent.GRANT, now)
 
     def on_revoke(self, incarnation: str, revoke: Revoke, now: float) -> None:
@@ -215,16 +253,21 @@ class Offers:
             message = Gone(handoff=revoke.handoff, lease=revoke.lease, reason="withdrawn")
             self._peers.send(incarnation, message)
 
-    def push_ended(self, ticket: int, error: str, now: float) -> None:
-        """A rank writes no more for a push."""
+    def push_ended(self, event: PushEnded, now: float) -> None:
+        """A rank has written no more for a push since ``event.at``, which is known ``now``."""
+        ticket, error = event.ticket, event.error
         offer = self._machine.by_ticket.get(ticket)
         if offer is None:
             return
+        for sums in event.sums:
+            heads = sums.target_rank, sums.head, sums.num_heads
+            offer.sums.setdefault(heads, {})[ticket] = sums.crcs
         offer.pushes[ticket] -= 1
         if not offer.pushes[ticket]:
             del offer.pushes[ticket], self._machine.by_ticket[ticket]
+            note(offer.events, "pushed", event.at)
             if offer.state is OfferState.SENDING:
-                offer.deadline = now + PUSH_S if offer.pushes else inf
+                offer.deadline = self._machine.push_deadline(offer, now) if offer.pushes else inf
         if error:
             self._machine.apply(offer, OfferEvent.FAILED, now)
         else:

@@ -18,7 +18,10 @@ class PeerWorker:
     number: int  # of the connection; never used again
     session: str  # the connection's name, which both ends know
     hello: Hello
+    transport: str  # the kind by which pages move between the two
     addresses: set[str]  # where it was reached, which may have several names; empty: it opened the connection
+    step: int = -1  # the last step that it said it had launched
+    step_since: float = 0.0  # when it first said so
     is_suspect: bool = False  # a push between the two is stuck: no new lease until it is over
 
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from segue.memory import backing, shared
+from segue.memory import backing, device_shared, shared
 from segue.memory.arena import Arena, Layout
 
 Place = Literal["device", "host"]
@@ -82,9 +82,18 @@ class PrivateMemory:
 
 
 class SharedKVMemory(PrivateMemory):
-    """Memory of the host, of which other processes map the KV cache."""
+    """Memory of this process, except that other processes can map the KV cache."""
 
     def take_kv(self, num_bytes: int) -> Tensor:
-        """See `RankMemory.take_kv`."""
-        self.kv_descriptor = shared.create(num_bytes)
-        return torch.frombuffer(shared.map_shared(self.kv_descriptor, num_bytes), dtype=torch.uint8)
+        """See `RankMemory.take_kv`.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+            SharedMemoryError: its memory cannot be shared.
+        """
+        if self.device.type == "cpu":
+            self.kv_descriptor = shared.create(num_bytes)
+            return torch.frombuffer(shared.map_shared(self.kv_descriptor, num_bytes), dtype=torch.uint8)
+        torch.cuda.empty_cache()  # the driver cannot take what torch keeps for later
+        mapping, self.kv_descriptor = device_shared.create(num_bytes, self.device)
+        return device_shared.as_tensor(mapping, self.device).zero_()

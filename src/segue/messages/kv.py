@@ -17,8 +17,9 @@ from segue.messages.requests import FinishReason, TokenLogprob
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_LARGE_MESSAGE_BYTES = 4 << 20  # the limit of `Hello` and `Grant`
+MAX_LARGE_MESSAGE_BYTES = 4 << 20  # the limit of `Hello`, `Pools`, `Grant` and `Sent`
 MAX_RANKS = 64  # per worker
+MAX_DEVICES = 64  # that a rank names
 MAX_OFFERS = 8  # transport offers per rank
 NONCE_BYTES = 32
 MAC_BYTES = 32  # HMAC-SHA256
@@ -60,7 +61,10 @@ class KVIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransportOffer(msgspec.Struct, frozen=True, array_like=True):
-    """One way to write into a rank's KV pool; ``blob`` is what the transport's other end needs to connect."""
+    """One way to write into a rank's KV pool; ``blob`` is what the transport's other end needs to connect.
+
+    Whoever has the blob may be able to write. So it is empty in `Hello`, whose reader has proven nothing yet.
+    """
 
     kind: str  # name of the transport, such as shm
     blob: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
@@ -72,6 +76,8 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     path: str  # of the rank's unix socket, on its host
     device: str  # the GPU's UUID; empty: the CPU
     offers: Annotated[list[TransportOffer], Meta(max_length=MAX_OFFERS)]  # the best first
+    # UUIDs of the GPUs to whose memory this rank's GPU can write, and which its process sees.
+    reaches: Annotated[list[str], Meta(max_length=MAX_DEVICES)] = []
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -112,6 +118,12 @@ class Proof(msgspec.Struct, frozen=True, tag=True):
     """
 
     mac: Annotated[bytes, Meta(max_length=MAC_BYTES)]  # empty: the side has no key
+
+
+class Pools(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """How to write into the decode worker's KV pools: its first message, which comes once."""
+
+    ranks: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)]  # those of its `Hello`, with blobs
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -165,10 +177,19 @@ class First(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     logprob: TokenLogprob | None = None
     version: str  # of the weights that made the token
     cached_tokens: int  # prompt tokens that the prefill worker found in its prefix cache
-    seed: int  # that the token was sampled with
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # that the token was sampled with
     parts: int = 0  # number of `PromptLogprobs` that came before
     finished: FinishReason | None = None  # None: the request goes on
     message: str | None = None
+
+
+class HeadSums(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Checksums of some heads of pages, one per page, in the order of the pages."""
+
+    target_rank: int  # of the decode worker
+    head: int  # the first of the heads, counted from that rank's first
+    num_heads: int
+    crcs: bytes  # CRC-32 of the bytes of these heads, as uint32
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -179,7 +200,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
     pages: int
     # of the weights that computed the KV, in order
     identities: Annotated[list[KVIdentity], Meta(min_length=1)]
-    checksum: bytes = b""  # of the pages' bytes, with --pd-checksum
+    sums: list[HeadSums] = []  # of the granted pages, with --pd-checksum; together they have all heads
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -211,9 +232,8 @@ class Revoke(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=Tru
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """Sent after a second in which nothing came. Three without an answer mean that the other side is lost."""
 
-    step: int  # the last one launched
-    busy: bool
-    queued_ms: float  # predicted time of the prompts that wait
+    step: int  # the last one that is launched and whose result is not read yet; 0: there is none
+    busy: bool  # whether there is one
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -221,7 +241,6 @@ class Pong(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
 
     step: int
     busy: bool
-    queued_ms: float
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -231,7 +250,19 @@ class Bye(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 KVMessage = (
-    Claim | ReservePages | Grant | Pushed | PromptLogprobs | First | Sent | Gone | Revoke | Ping | Pong | Bye
+    Pools
+    | Claim
+    | ReservePages
+    | Grant
+    | Pushed
+    | PromptLogprobs
+    | First
+    | Sent
+    | Gone
+    | Revoke
+    | Ping
+    | Pong
+    | Bye
 )
 
 
@@ -246,6 +277,7 @@ class ConnectPeer(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_onl
     """
 
     session: str
+    opened_at: float  # when the session began, by the host's monotonic clock
     transport: str  # the `TransportOffer.kind` to use
     tp: int
     kv_heads: int  # of the model
@@ -272,6 +304,23 @@ class PushEnded(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=
     """A rank writes no more for a push. ``error`` says why it failed; empty: all pages are written."""
 
     ticket: int
+    at: float  # when it wrote the last page or failed, in seconds of the monotonic clock
+    error: str = ""
+    sums: list[HeadSums] = []  # of the pages of the push, with --pd-checksum
+
+
+class VerifyPages(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """Tells a decode rank to compare its heads of pages that have landed with their checksums."""
+
+    ticket: int
+    pages: list[int]
+    sums: list[HeadSums]  # of these pages, of all ranks
+
+
+class PagesVerified(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The answer to ``VerifyPages``. ``error`` says which page differs, and how; empty: none does."""
+
+    ticket: int
     error: str = ""
 
 
@@ -294,5 +343,5 @@ class RankJoined(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     address: RankAddress
 
 
-KVCommand = ConnectPeer | DisconnectPeer | PushPages | BanWriters
-KVEvent = PushEnded | WritersGone
+KVCommand = ConnectPeer | DisconnectPeer | PushPages | VerifyPages | BanWriters
+KVEvent = PushEnded | PagesVerified | WritersGone

@@ -152,11 +152,14 @@ class ForwardOutput:
         """Whether :meth:`result` would return at once."""
         return self.pending.done() and self.pending.result().is_ready()
 
-    def wait(self) -> None:
-        """Wait until the step has ended, or raise its error."""
+    def queue_behind(self) -> None:
+        """Let what the calling thread does next come behind the step; raises the step's error.
+
+        For a step on a CPU the thread waits. For a step on CUDA only the thread's current stream does.
+        """
         result = self.pending.result()
         if result.copy_done is not None:
-            result.copy_done.synchronize()
+            result.copy_done.wait()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result, or raise the error of the step."""

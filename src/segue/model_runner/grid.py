@@ -88,7 +88,9 @@ def resolve_grid(
         rows=resolved.max_running_requests,
         tokens=resolved.max_running_requests + resolved.chunked_prefill_size,
     )
-    if moe:
+    if resolved.device.type == "cpu":
+        why = "it has no effect on a CPU, which has no CUDA graphs; leave the option out, or use a GPU"
+    elif moe:
         why = (
             "a mixture of experts needs all padding behind the last token, and here every prompt is padded "
             "at its front; leave the option out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from segue.models import weight_map
 from segue.options import parse_list
 from segue.weight_update.served import ServedWeights
 
-NUM_RECENT = 8  # steps whose ends can be awaited; at most 2 are in flight
+NUM_RECENT = 8  # steps that others can queue work behind; at most 2 are in flight
 
 
 class ModelRunner:
@@ -59,6 +60,7 @@ class ModelRunner:
         self.limits = made.limits
         self.graph_costs = made.graph_costs
         self.step_times = made.step_times
+        self.source = source
         self.model_config, self.vocab_size = source.config, source.config.vocab_size
         self.attention_backend = made.selection.name
         self.arena, self.weight_bytes = made.arena, made.arena.num_bytes
@@ -75,10 +77,14 @@ class ModelRunner:
         self._recent.pop(plan.step - NUM_RECENT, None)
         return output
 
-    def await_step(self, step: int) -> None:
-        """Wait until a step that was submitted has ended; raises its error. Any thread may call it."""
+    def queue_behind(self, step: int) -> None:
+        """Let what the calling thread does next come behind a step that was submitted; raises its error.
+
+        On a CPU the thread waits for the step. On CUDA only the thread's current stream does, and the thread
+        goes on at once. Any thread may call it.
+        """
         if (output := self._recent.get(step)) is not None:  # an older one has ended
-            output.wait()
+            output.queue_behind()
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""
@@ -107,6 +113,9 @@ class ModelRunner:
     def close(self) -> None:
         """Finish all submitted steps and stop."""
         self._stream.close()
+        descriptor, self.kv_descriptor = self.kv_descriptor, None
+        if descriptor is not None:  # it would keep the memory after the end of an embedded engine
+            os.close(descriptor)
 
 
 def _run_steps(

@@ -17,7 +17,6 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.groups import all_devices_have_peer_access, connect
 from segue.distributed.info import TPInfo
-from segue.errors import ConfigError
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.laps.cost import StepTime
@@ -91,12 +90,8 @@ class Startup:
         config, model, tp = self.config, self.source.config, self.tp
         sizes = shard(model, tp)  # fails before any rank waits for another one
         self.resolved = resolved = resolve_config(config, self.source, tp)
-        if config.role != "both" and resolved.device.type != "cpu":
-            raise ConfigError(
-                f"--role {config.role} needs --device cpu: KV of GPUs cannot be handed over yet",
-                param="role",
-            )
-        kind = SharedKVMemory if config.role == "decode" else PrivateMemory
+        # Its role may change: any engine that hands KV over may once take it over.
+        kind = SharedKVMemory if config.role != "both" else PrivateMemory
         self.memory: RankMemory = kind(resolved.device)
         self._shape = AttentionShape(
             num_heads=sizes.num_heads,

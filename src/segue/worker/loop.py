@@ -17,17 +17,20 @@ import msgspec
 import zmq
 from msgspec import structs
 
+from segue.errors import ConfigError
 from segue.heartbeat import Turn
 from segue.logs import logger
 from segue.messages.control import (
     Continue,
     Flush,
     FrontendMessage,
+    GetLoad,
     GetState,
     Pause,
     Paused,
     SchedulerMessage,
     SchedulerOutput,
+    SetRole,
     Shutdown,
     State,
 )
@@ -35,9 +38,11 @@ from segue.messages.kv import (
     BanWriters,
     ConnectPeer,
     DisconnectPeer,
+    PagesVerified,
     PushEnded,
     PushPages,
     RankJoined,
+    VerifyPages,
     WritersGone,
 )
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
@@ -46,6 +51,7 @@ from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPla
 from segue.messages.weight_update import WeightCall, WithdrawCall
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
+from segue.scheduler.load import load_of
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
 from segue.worker.throughput import Throughput
@@ -78,7 +84,9 @@ class SchedulerLoop:
     outbox: zmq.Socket[bytes]  # PUSH, of `SchedulerMessage`
     followers: Sequence[zmq.Socket[bytes]] = ()  # PUSH, of `RankMessage`, one per further rank
     events: zmq.Socket[bytes]  # PULL, of the `RankEvent` of all ranks, this one included
-    kv_links: KVLinks | None = None  # to the workers that KV is handed to or comes from; None: --role both
+    kv_links: KVLinks | None = (
+        None  # to the workers that KV is handed to or comes from; None: started with --role both
+    )
     mover: Mover | None = None  # of this rank's KV
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
     spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
@@ -87,7 +95,7 @@ class SchedulerLoop:
 
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
-        self._weights = WeightControl(self.scheduler, 1 + len(self.followers))
+        self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (self.inbox, self.events):
@@ -125,7 +133,9 @@ class SchedulerLoop:
     def _launch(self, plan: StepPlan) -> ForwardOutput:
         """Send a plan to the other ranks and launch it on this one, without waiting for the device."""
         self._send_to_followers(plan)
-        return self.runner.forward_batch(plan)
+        launched = self.runner.forward_batch(plan)
+        self.scheduler.launched(time.monotonic())
+        return launched
 
     def _apply(self, launched: ForwardOutput) -> None:
         """Wait for a step's result, and send the tokens and ends that the scheduler makes of it."""
@@ -165,6 +175,7 @@ class SchedulerLoop:
         A command is a list with one message per rank; rank 0's updater is in this process.
         """
         self._advance_pause()
+        self._advance_role()
         self._advance_handover()
         answers, commands = self._weights.advance(time.monotonic())
         for answer in answers:
@@ -179,6 +190,7 @@ class SchedulerLoop:
         if self.kv_links is None or self.mover is None:
             return
         now, handover = time.monotonic(), self.scheduler.handover
+        self.kv_links.set_load(self.scheduler)
         handover.machine.advance(now)
         commands, handover.machine.peers.commands = handover.machine.peers.commands, []
         for command in commands:
@@ -197,6 +209,20 @@ class SchedulerLoop:
             if counters != self._shown_handover:
                 self._shown_handover = counters
                 self._send(self.scheduler.output())
+
+    def _advance_role(self) -> None:
+        """Enter the next role if nothing is left of the old one, and send what became of the change."""
+        now, roles = time.monotonic(), self.scheduler.roles
+        if (role := roles.due(now)) is not None:
+            try:
+                address = None if self.kv_links is None else self.kv_links.set_role(role)
+            except ConfigError as error:  # the port of a prefill engine is in use
+                roles.fail(error)
+            else:
+                roles.enter(address)
+        replies, roles.replies = roles.replies, []
+        for reply in replies:
+            self._send(reply)
 
     def _advance_pause(self) -> None:
         """Send the pause machine's replies; a pause is shown and answered once every rank has drained."""
@@ -255,7 +281,7 @@ class SchedulerLoop:
         """Handle an event of a rank, or of a connection to another worker."""
         self.scheduler.now = now
         match event:
-            case PushEnded() | WritersGone():
+            case PushEnded() | PagesVerified() | WritersGone():
                 self.scheduler.handover.machine.on_rank(event, now)
             case LinkOpened() | LinkMessage() | LinkClosed():
                 assert self.kv_links is not None
@@ -304,6 +330,11 @@ class SchedulerLoop:
                 self._weights.withdraw(message.call)
             case GetState():
                 self._send_state(message)
+            case SetRole():
+                self.scheduler.roles.set(message, time.monotonic())
+            case GetLoad():
+                refused = {} if self.kv_links is None else self.kv_links.refused(time.monotonic())
+                self._send(load_of(self.scheduler, message.call, refused))
             case Shutdown():
                 self._running = False
         if finished:
@@ -322,6 +353,7 @@ class SchedulerLoop:
         times = (
             s.wake_at,
             s.control.next_deadline,
+            s.roles.next_deadline,
             s.handover.machine.next_deadline,
             self._weights.next_deadline,
         )
@@ -378,7 +410,7 @@ def follow(
                 while in_flight:
                     in_flight.popleft().result()
                 send(Drained())
-            case ConnectPeer() | DisconnectPeer() | PushPages() | BanWriters():
+            case ConnectPeer() | DisconnectPeer() | PushPages() | VerifyPages() | BanWriters():
                 assert mover is not None, "KV is handed over although --role is both"
                 mover.handle(message)
             case _:

@@ -24,7 +24,7 @@ from segue.config import EngineConfig, Role
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
-from segue.host import freeze_heap
+from segue.host import freeze_heap, wake_at_parents_end
 from segue.logs import configure, logger
 from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.kv import RankAddress, RankJoined
@@ -32,7 +32,8 @@ from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
-from segue.worker.kv_links import KVLinks, make_hello, make_mover
+from segue.worker.kv_links import KVLinks, make_hello
+from segue.worker.kv_mover import make_mover
 from segue.worker.loop import SchedulerLoop, follow
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
@@ -71,13 +72,19 @@ def run_scheduler(
         with ExitStack() as stack:
             stack.enter_context(closing(runner))
             updater = stack.enter_context(closing(WeightUpdater(runner.served_weights(), sender.send)))
-            scheduler = Scheduler(runner.limits, config, step_times=runner.step_times, num_ranks=size)
+            scheduler = Scheduler(
+                runner.limits,
+                config,
+                step_times=runner.step_times,
+                num_ranks=size,
+                vocab_size=runner.source.config.vocab_size,
+            )
             links, mover = None, None
             if config.role != "both":
                 mover, address = make_mover(config, runner, run_dir, sender.send)
                 stack.callback(mover.close)
                 ranks = [address, *_addresses_of_followers(events, size)]
-                hello = make_hello(config, runner, ranks, lambda: scheduler.kv_identity)
+                hello = make_hello(config, runner, ranks, scheduler)
                 links = KVLinks(config, hello, scheduler.handover.machine, sender.send)
                 stack.callback(links.close)
             loop = SchedulerLoop(
@@ -230,6 +237,7 @@ def _watch_lifeline(run_dir: Path) -> None:
 def main() -> None:
     """The entry point of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
+    wake_at_parents_end()
     spec = json.loads(sys.stdin.buffer.readline())
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])

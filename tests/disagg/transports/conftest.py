@@ -12,10 +12,8 @@ import pytest
 from segue.kvcache.pool import KVShape
 from tests.disagg.transports.ranks import (
     Reader,
-    ReaderRank,
     Remote,
     Sender,
-    WriterRank,
     filled_pool,
     shape_of_pool,
 )
@@ -51,7 +49,7 @@ def make_sender(stack: ExitStack) -> Callable[..., Sender]:
 
 @pytest.fixture
 def make_remote(stack: ExitStack) -> Callable[..., Remote]:
-    def make(kind: type[WriterRank] | type[ReaderRank], shape: KVShape | None = None) -> Remote:
+    def make(kind: type, shape: KVShape | None = None) -> Remote:
         remote = Remote(kind, shape or shape_of_pool())
         stack.callback(remote.end)
         return remote

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from segue.disagg.layout import HeadRoute, plan
-from segue.disagg.transports.base import Done, Failed, PagePair, Peer, Writer
-from segue.disagg.transports.shm import ShmExport, ShmTransport
+from segue.disagg.transports.base import Done, Failed, PagePair, Peer, Transport, Writer
+from segue.disagg.transports.cuda_ipc import DevicePages
+from segue.disagg.transports.export import PoolExport
+from segue.disagg.transports.push import PushTransport
+from segue.disagg.transports.shm import HostPages
 from segue.errors import SegueError
 from segue.kvcache.pool import KVPool, KVShape
-from segue.memory import shared
+from segue.memory.rank_memory import SharedKVMemory
 
 DEADLINE_S = 20.0
 (WHOLE,) = plan(1, 1, kv_heads=2)
@@ -43,9 +46,9 @@ def shape_of_pool(
 LARGE = shape_of_pool(num_pages=3, head_dim=512 << 10)  # pages of 24 MiB
 
 
-def filled_pool(shape: KVShape, first: int = 1) -> KVPool:
+def filled_pool(shape: KVShape, first: int = 1, device: str = "cpu") -> KVPool:
     """A pool in private memory: all bytes of page i are first + i."""
-    pool = KVPool(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))
+    pool = KVPool(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device))
     for page in range(shape.num_pages + 1):
         pool.data[page] = first + page
     return pool
@@ -62,15 +65,16 @@ def wait_for(event: threading.Event) -> None:
 class Reader:
     """An exported pool, and the writers that are gone."""
 
-    def __init__(self, path: Path, shape: KVShape | None = None) -> None:
+    def __init__(self, path: Path, shape: KVShape | None = None, device: str = "cpu") -> None:
         shape = shape or shape_of_pool()
         self.path = str(path)
-        self.descriptor = shared.create(shape.num_bytes)
-        memory = shared.map_shared(self.descriptor, shape.num_bytes)
-        self.pool = KVPool(shape, torch.frombuffer(memory, dtype=torch.uint8))
+        memory = SharedKVMemory(torch.device(device))
+        self.pool = KVPool(shape, memory.take_kv(shape.num_bytes))
+        assert memory.kv_descriptor is not None
+        self.descriptor = memory.kv_descriptor
         self.gone: list[Writer] = []
         self.states: list[str] = []  # of the writers' processes when they were gone
-        self.export = ShmExport(self.pool, self.descriptor, self.path, self._note)
+        self.export = PoolExport(self.pool, self.descriptor, self.path, self._note)
 
     def _note(self, writer: Writer) -> None:
         self.states.append(process_state(writer.pid))
@@ -86,19 +90,29 @@ class Reader:
         os.close(self.descriptor)
 
 
+def by_descriptor(pool: KVPool, on_ready: Callable[[], None]) -> PushTransport:
+    memory = HostPages(pool) if pool.data.device.type == "cpu" else DevicePages(pool)
+    return PushTransport(pool, memory, on_ready)
+
+
 class Sender:
     """A transport, and the events of its pushes."""
 
-    def __init__(self, pool: KVPool, session: str = "prefill/0") -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        session: str = "prefill/0",
+        make: Callable[[KVPool, Callable[[], None]], Transport] = by_descriptor,
+    ) -> None:
         self.session = session
         self._news = threading.Event()
         self._events: dict[int, Done | Failed] = {}
         self.order: list[int] = []  # tickets, as they ended
         self.pool = pool
-        self.transport = ShmTransport(pool, self._news.set)
+        self.transport = make(pool, self._news.set)
 
     def connect(self, reader: Reader, route: HeadRoute = WHOLE) -> Peer:
-        return self.transport.connect(reader.path, reader.export.blob, route, self.session)
+        return self.transport.connect(reader.path, reader.export.blob, route, self.session, time.monotonic())
 
     def push(
         self, peer: Peer, pages: Sequence[PagePair], after: Callable[[], None] = lambda: None
@@ -121,17 +135,21 @@ class Sender:
 class WriterRank:
     """What a writer's process does."""
 
-    def __init__(self, shape: KVShape) -> None:
-        self._sender = Sender(filled_pool(shape), "prefill/7")
+    def __init__(self, shape: KVShape, device: str) -> None:
+        self._sender = Sender(filled_pool(shape, device=device), "prefill/7")
 
     def connect(self, path: str, blob: bytes) -> Peer:
-        return self._sender.transport.connect(path, blob, WHOLE, self._sender.session)
+        return self._sender.transport.connect(path, blob, WHOLE, self._sender.session, time.monotonic())
 
     def push(self, peer: Peer, pages: list[PagePair]) -> Done | Failed:
         return self._sender.push(peer, pages)
 
     def post(self, peer: Peer, pages: list[PagePair]) -> int:
         return self._sender.transport.push(peer, pages, lambda: None)
+
+    def post_many(self, peer: Peer, pages: list[PagePair], count: int) -> None:
+        for _ in range(count):
+            self.post(peer, pages * 1000)
 
     def disconnect(self, peer: Peer) -> None:
         self._sender.transport.disconnect(peer)
@@ -144,11 +162,12 @@ class WriterRank:
 class ReaderRank:
     """What a reader's process does."""
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, device: str) -> None:
         self._shape = shape
+        self._device = device
 
     def export(self, path: str) -> bytes:
-        self._reader = Reader(Path(path), self._shape)
+        self._reader = Reader(Path(path), self._shape, self._device)
         return self._reader.export.blob
 
     def gone(self) -> list[Writer]:
@@ -158,13 +177,13 @@ class ReaderRank:
 class Remote:
     """A rank in a process of its own; each call runs a method there."""
 
-    def __init__(self, kind: type[WriterRank] | type[ReaderRank], shape: KVShape) -> None:
+    def __init__(self, kind: type, shape: KVShape, device: str = "cpu") -> None:
         ours, theirs = socket.socketpair()
         program = [sys.executable, "-m", "tests.disagg.transports.ranks", str(theirs.fileno())]
         self.process = subprocess.Popen(program, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = Connection(ours.detach())
-        self._pipe.send((kind, shape))
+        self._pipe.send((kind, shape, device))
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, arguments))
@@ -190,8 +209,8 @@ def process_state(pid: int) -> str:
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    kind, shape = pipe.recv()
-    rank = kind(shape)
+    kind, shape, device = pipe.recv()
+    rank = kind(shape, device)
     while True:
         try:
             method, arguments = pipe.recv()

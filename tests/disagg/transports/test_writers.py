@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,15 +151,15 @@ def test_writers_are_listed_in_the_order_in_which_they_came(
 def test_only_who_shows_the_token_gets_the_descriptor(watch: WriterWatch, tmp_path: Path) -> None:
     path = str(tmp_path / "rank")
     for greeting, why in (
-        (msgpack.encode(Greeting(b"x" * 32, "stranger")), b"its token is wrong"),
-        (msgpack.encode(Greeting(b"", "stranger")), b"its token is wrong"),
+        (msgpack.encode(Greeting(b"x" * 32, "stranger", time.monotonic())), b"its token is wrong"),
+        (msgpack.encode(Greeting(b"", "stranger", time.monotonic())), b"its token is wrong"),
         (b"\xff", b"its greeting cannot be read"),
         (b"x" * 5000, b"its greeting cannot be read"),
     ):
         message, has_descriptor = answer(path, greeting)
         assert message.startswith(why) and not has_descriptor
     assert watch.writers() == []
-    assert answer(path, msgpack.encode(Greeting(TOKEN, "guest"))) == (b"welcome", True)
+    assert answer(path, msgpack.encode(Greeting(TOKEN, "guest", time.monotonic()))) == (b"welcome", True)
 
 
 def test_a_writer_that_left_its_descriptor_unread_is_gone(tmp_path: Path, wait_until: WaitUntil) -> None:
@@ -166,7 +167,7 @@ def test_a_writer_that_left_its_descriptor_unread_is_gone(tmp_path: Path, wait_u
     watch = WriterWatch(path, TOKEN, descriptor, lambda writer: wait_for(resume))
     with visit(path) as other, visit(path) as connection:
         for each in (connection, other):
-            each.send(msgpack.encode(Greeting(TOKEN, "guest")))
+            each.send(msgpack.encode(Greeting(TOKEN, "guest", time.monotonic())))
             assert select.select([each], [], [], 20)[0]
         other.send(writers.RELEASED)
         wait_until(lambda: len(watch.writers()) == 1)
@@ -183,7 +184,7 @@ def test_a_visitor_that_says_nothing_is_sent_away_and_delays_nobody(
     path = str(tmp_path / "rank")
     monkeypatch.setattr(writers, "CONNECT_S", 0.2)
     with visit(path) as silent:
-        assert answer(path, msgpack.encode(Greeting(TOKEN, "guest")))[1]
+        assert answer(path, msgpack.encode(Greeting(TOKEN, "guest", time.monotonic())))[1]
         assert silent.recv(1024).startswith(b"it sent no token within 0.2 s")
 
 
@@ -202,7 +203,7 @@ def test_another_user_gets_nothing(mode: int, expected: str) -> None:
     watch = WriterWatch(str(folder / "rank"), TOKEN, descriptor, gone.append)
     try:
         (folder / "rank").chmod(mode)
-        greeting = msgpack.encode(Greeting(TOKEN, "stranger")).hex()
+        greeting = msgpack.encode(Greeting(TOKEN, "stranger", time.monotonic())).hex()
         program = [sys.executable, "-c", STRANGER, str(folder / "rank"), greeting]
         said = subprocess.run(program, check=True, capture_output=True, text=True, timeout=20).stdout
         assert said.startswith(expected) and not said.endswith(" 1\n")
@@ -227,7 +228,7 @@ def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
 def test_closing_ends_the_thread_and_the_connections(watch: WriterWatch, tmp_path: Path) -> None:
     path = str(tmp_path / "rank")
     with visit(path) as connection:
-        connection.send(msgpack.encode(Greeting(TOKEN, "guest")))
+        connection.send(msgpack.encode(Greeting(TOKEN, "guest", time.monotonic())))
         _, descriptor = shared.receive_descriptor(connection, 1024)
         assert descriptor is not None
         os.close(descriptor)
@@ -246,3 +247,28 @@ def test_nobody_is_let_in_for_a_banned_session(reader: Reader, make_sender: Call
     second.connect(reader)
     assert [writer.session for writer in reader.export.writers()] == ["lost", "other"]
     assert isinstance(first.push(peer, pairs((1, 1))), Done)  # it was let in before
+
+
+@pytest.mark.parametrize("age_s", [writers.LATE_S + 1, -5.0], ids=["late", "of another clock"])
+def test_a_writer_whose_session_was_not_opened_lately_is_refused(
+    watch: WriterWatch, tmp_path: Path, age_s: float
+) -> None:
+    assert watch.writers() == []
+    message, has_descriptor = answer(
+        str(tmp_path / "rank"), msgpack.encode(Greeting(TOKEN, "guest", time.monotonic() - age_s))
+    )
+    assert message.startswith(b"its connection to this worker was not opened within") and not has_descriptor
+
+
+def test_bans_do_not_pile_up(
+    watch: WriterWatch, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    monkeypatch.setattr(writers, "LATE_S", 0.05)
+    for number in range(1000):
+        watch.ban(f"s{number}")
+
+    def is_short() -> bool:
+        watch.ban("last")
+        return len(watch._banned) == 1
+
+    wait_until(is_short, what="the end of old bans")

@@ -57,11 +57,12 @@ class Transport(Protocol):
     The constructor gets a callback `on_ready`, which is called from any thread when `poll` has something new.
     """
 
-    def connect(self, path: str, blob: bytes, route: HeadRoute, session: str) -> Peer:
+    def connect(self, path: str, blob: bytes, route: HeadRoute, session: str, opened_at: float) -> Peer:
         """Connect to an exported pool, to which the heads of `route` will be pushed.
 
         `path` and `blob` are those of the reader's `RankAddress` and `TransportOffer`; `session` is the
-        connection between the two workers that they came over. It takes at most CONNECT_S seconds.
+        connection between the two workers that they came over, which was opened at the time `opened_at` of
+        the host's monotonic clock. It takes at most CONNECT_S seconds.
 
         Raises:
             TransportError: nobody answers, the reader refuses, or its pages have another shape.
@@ -71,9 +72,9 @@ class Transport(Protocol):
     def push(self, peer: Peer, pages: Sequence[PagePair], after: Callable[[], None]) -> int:
         """Copy pages to a peer once `after` returns, after its earlier pushes; returns a ticket at once.
 
-        `after` is called on a thread of the transport, and blocks until the step that computes the pages has
-        ended. It must return or raise eventually, because a push cannot be cancelled. `poll` returns
-        one Done or Failed for the ticket.
+        `after` is called on a thread of the transport. What the thread then does, or queues on its current
+        stream of a GPU, comes behind the step that computes the pages. `after` must return or raise
+        eventually, because a push cannot be cancelled. `poll` returns one Done or Failed for the ticket.
 
         Raises:
             PageRangeError: one of the pools has no such page, or it is the scratch page.
@@ -99,16 +100,24 @@ class Transport(Protocol):
 
 
 class ExportedPool(Protocol):
-    """The reader's side: a KV pool that others write to.
-
-    The constructor gets a callback `on_writer_gone`, which is called from any thread with each `Writer` that
-    writes no more.
-    """
+    """The reader's side: a KV pool that others write to."""
 
     @property
     def blob(self) -> bytes:
         """What a writer needs to connect, for a `TransportOffer`."""
         ...
+
+    def close(self) -> None:
+        """Let nobody in any more. Processes that write now may still write to the memory."""
+        ...
+
+
+class WatchedPool(ExportedPool, Protocol):
+    """An exported pool that knows its writers (`TransportTraits.proves_gone`).
+
+    The constructor gets a callback `on_writer_gone`, which is called from any thread with each `Writer` that
+    writes no more.
+    """
 
     def writers(self) -> list[Writer]:
         """Return who may write to the pool: all that connected and are not proven to write no more."""
@@ -116,8 +125,4 @@ class ExportedPool(Protocol):
 
     def ban(self, session: str) -> None:
         """Let nobody in any more for a session; who is among its `writers` now may still write."""
-        ...
-
-    def close(self) -> None:
-        """Let nobody in any more. Processes that are `writers` now may still write to the memory."""
         ...

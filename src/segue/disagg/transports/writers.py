@@ -30,6 +30,7 @@ from segue.memory import shared
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1024
+LATE_S = 60.0  # after the opening of its session a writer is not let in any more
 WELCOME = b"welcome"  # comes with the descriptor; any other message to a writer says why it gets none
 RELEASED = b"released"  # a writer's last message: it has no mapping any more
 _BACKLOG = 128  # connections that wait; every further one fails at once
@@ -41,6 +42,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
 
     token: bytes
     session: str  # the connection between the two workers for which it will write
+    opened_at: float  # when the writer's worker noted that this connection was open, by the monotonic clock
 
 
 class _Stage(Enum):
@@ -106,7 +108,9 @@ class WriterWatch:
         self._on_writer_gone = on_writer_gone
         self._visitors: list[_Visitor] = []
         self._writers: list[Writer] = []  # replaced as a whole, so that any thread may read it
-        self._banned: set[str] = set()  # sessions
+        # Sessions -> when they were banned, the oldest first. After LATE_S a ban can be forgotten: a worker
+        # pushes for a session only if it knew of its opening before the ban, and so its ranks come too late.
+        self._banned: dict[str, float] = {}
         self._lock = threading.Lock()  # of the decision whether a writer is let in
         self._count = 0  # writers so far
         self._socket = _listen(path)
@@ -124,8 +128,11 @@ class WriterWatch:
 
     def ban(self, session: str) -> None:
         """Let nobody in any more for a session; who is among its `writers` now may still write."""
+        now = time.monotonic()
         with self._lock:
-            self._banned.add(session)
+            self._banned[session] = now
+            while now > next(iter(self._banned.values())) + LATE_S:
+                del self._banned[next(iter(self._banned))]
 
     def close(self) -> None:
         """Close all connections and end the thread; `writers` keeps those that may still write."""
@@ -199,6 +206,13 @@ class WriterWatch:
             return
         if not hmac.compare_digest(greeting.token, self._token):
             self._refuse(visitor, "its token is wrong; the right one is in what this worker offers now")
+            return
+        if not 0 <= time.monotonic() - greeting.opened_at <= LATE_S:
+            self._refuse(
+                visitor,
+                f"its connection to this worker was not opened within the last {LATE_S:.0f} s of this host's "
+                "clock; it has to open another one first, on this host",
+            )
             return
         with self._lock:
             if is_welcome := greeting.session not in self._banned:

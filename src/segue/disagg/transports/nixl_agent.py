@@ -1,0 +1,215 @@
+"""The part of the NIXL library that moves KV pages: one agent per rank, with its registered pool.
+
+NIXL's progress thread is not used. It has no CUDA context, which UCX needs, and with the settings of NIXL's
+Python package it takes a whole core (measured: 0.9 of one while idle). So some thread must call the agent
+again and again while pages move. Over TCP that holds for the reader too, whose CPU stores the pages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from segue.disagg.layout import PageShape
+from segue.disagg.transports.export import shape_of
+from segue.errors import ConfigError, TransportError
+from segue.kvcache.pool import KVPool
+
+LIBRARIES = ("nixl_cu13", "nixl_cu12")
+INSTALL = "install it with pip install 'segue[nixl]'"
+# UCX gives a TCP connection up within this time, unless these variables are set: pages of a lost writer are
+# used again after 30 s (`LOST_S`), and by then nothing of it may be under way. By default, data that nobody
+# acknowledges is sent again for a quarter of an hour.
+UCX_DEFAULTS = {
+    "UCX_TCP_USER_TIMEOUT": "10s",
+    "UCX_TCP_KEEPIDLE": "10s",
+    "UCX_TCP_KEEPINTVL": "2s",
+    "UCX_TCP_KEEPCNT": "3",
+}
+MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 1e-3  # between two calls while pages move
+BUSY_S = 20e-6  # a call that takes longer has moved pages; one that finds nothing takes 1 µs
+Transfer = Any  # NIXL's handle of pages that are under way
+
+
+class PoolBlob(msgspec.Struct, frozen=True, array_like=True):
+    """What a writer needs to know of a pool that is registered with a NIXL agent."""
+
+    metadata: bytes  # NIXL's, with the agent's name and addresses
+    address: int  # of page 0
+    memory: str  # NIXL's name of the kind of memory: DRAM or VRAM
+    device: int  # number of the GPU on its host; 0: the CPU
+    num_pages: int  # without the scratch page, which follows them
+    shape: PageShape
+
+
+class RemotePool(msgspec.Struct, frozen=True):
+    """A pool of another rank that an agent can write to."""
+
+    name: str  # of its agent
+    pages: Any  # NIXL's handle of its pages
+
+
+def has_nixl() -> bool:
+    """Whether NIXL is installed."""
+    return any(find_spec(name) is not None for name in LIBRARIES)
+
+
+class NixlAgent:
+    """A NIXL agent and its pool. One thread, which also makes it, calls its methods."""
+
+    def __init__(self, pool: KVPool) -> None:
+        """Register a pool in the memory of the CPU or of a GPU.
+
+        Raises:
+            ConfigError: NIXL is not installed, or does not start.
+        """
+        if pool.data.is_cuda:
+            torch.cuda.set_device(pool.data.device)  # UCX uses the thread's CUDA context
+        library = _load()
+        self._pool = pool
+        config = library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            self._agent = library.nixl_agent(f"segue-{uuid.uuid4().hex}", config)
+            self._memory = "VRAM" if pool.data.is_cuda else "DRAM"
+            self._device = pool.data.device.index or 0
+            size = (pool.num_pages + 1) * pool.page_bytes
+            self._agent.register_memory([(pool.data.data_ptr(), size, self._device, "")], self._memory)
+            own = self._describe(pool.data.data_ptr(), pool.num_pages, pool.page_bytes, self._device)
+            self._own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, self._memory)
+        except Exception as error:
+            raise ConfigError(
+                f"NIXL cannot use the KV cache ({error!r}); see its messages above, and check the variables "
+                "UCX_TLS and UCX_NET_DEVICES, or start with --pd-transport shm"
+            ) from error
+
+    @property
+    def blob(self) -> bytes:
+        """What others need to write to the pool, for a `TransportOffer`."""
+        blob = PoolBlob(
+            metadata=self._agent.get_agent_metadata(),
+            address=self._pool.data.data_ptr(),
+            memory=self._memory,
+            device=self._device,
+            num_pages=self._pool.num_pages,
+            shape=shape_of(self._pool),
+        )
+        return msgspec.msgpack.encode(blob)
+
+    def connect(self, blob: PoolBlob) -> RemotePool:
+        """Make another rank's pool known; returns at once, as the first transfer opens the connection.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
+        with _translated("the KV pool of a decode worker cannot be opened"):
+            name = self._agent.add_remote_agent(blob.metadata)
+            pages = self._describe(blob.address, blob.num_pages, blob.shape.page_bytes, blob.device)
+            handle = self._agent.prep_xfer_dlist(name, pages, blob.memory)
+            return RemotePool(name.decode() if isinstance(name, bytes) else name, handle)
+
+    def disconnect(self, remote: RemotePool) -> None:
+        """Forget another rank's pool; no transfer to it may be under way."""
+        with _translated("the connection to a decode worker cannot be closed"):
+            remote.pages.release()
+            self._agent.remove_remote_agent(remote.name)
+
+    def post(self, remote: RemotePool, sources: Sequence[int], targets: Sequence[int]) -> Transfer:
+        """Begin to write pages; `has_ended` says when they have arrived.
+
+        Raises:
+            TransportError: the other rank cannot be reached. Nothing is written.
+        """
+        with _translated("pages cannot be sent"):
+            transfer = self._agent.make_prepped_xfer(
+                "WRITE", self._own, np.array(sources, np.int32), remote.pages, np.array(targets, np.int32)
+            )
+            _check(self._agent.transfer(transfer))
+            return transfer
+
+    def has_ended(self, transfer: Transfer) -> bool:
+        """Let NIXL work, and return whether all pages of a transfer are in the other rank's memory.
+
+        Once it has returned True or raised, the transfer is over and may not be passed again. It is freed
+        only then: NIXL cannot cancel a transfer, and writes pages of one that was freed too early.
+
+        Raises:
+            TransportError: the connection to the other rank is lost.
+        """
+        with _translated("pages could not be sent"):
+            return _check(self._agent.check_xfer_state(transfer))
+
+    def work(self) -> None:
+        """Let NIXL do what other ranks have asked for."""
+        with _translated("NIXL cannot go on"):
+            self._agent.get_new_notifs()
+
+    @staticmethod
+    def _describe(address: int, num_pages: int, page_bytes: int, device: int) -> Any:
+        """Return NIXL's description of a pool's pages: `[page, 3]` of address, bytes and device."""
+        pages = np.empty((num_pages, 3), np.uint64)
+        pages[:, 0] = address + np.arange(num_pages, dtype=np.uint64) * np.uint64(page_bytes)
+        pages[:, 1], pages[:, 2] = page_bytes, device
+        return pages
+
+
+class PollPace:
+    """How long to wait between two calls of an agent: hardly at all while pages move, else ever longer."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self.pause_s = longest_s
+
+    def note(self, began_at: float) -> None:
+        """Take a call that began at a time of `time.perf_counter` and has just ended."""
+        is_busy = time.perf_counter() - began_at > BUSY_S
+        self.pause_s = MIN_PAUSE_S if is_busy else min(2 * self.pause_s, self._longest_s)
+
+
+def _load() -> Any:
+    """Return the NIXL library. It sets up logging for itself, which this takes back."""
+    for name, value in UCX_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    raises = logging.raiseExceptions
+    failures = []
+    for name in LIBRARIES:
+        try:
+            library = importlib.import_module(name)
+        except ImportError as error:
+            failures.append(str(error))
+            continue
+        logging.raiseExceptions = raises
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+        return library
+    raise ConfigError(
+        f"NIXL cannot be imported ({'; '.join(failures)}); {INSTALL}, or use --pd-transport shm"
+    )
+
+
+def _check(state: str) -> bool:
+    """Return whether a transfer has ended well; raises if it has failed."""
+    if state == "ERR":
+        raise RuntimeError("NIXL reports an error")
+    return state == "DONE"
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turn NIXL's exceptions, which have no base class of their own, into TransportError."""
+    try:
+        yield
+    except Exception as error:
+        raise TransportError(
+            f"{what}: {error}; see whether the other worker runs, and the network"
+        ) from error

@@ -1,0 +1,36 @@
+"""Which transports a rank offers."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.config import TransportChoice
+from segue.disagg.transports.choice import TRAITS, kinds_to_offer
+from segue.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "has_key", "has_nixl", "kinds"),
+    [
+        ("auto", "cpu", True, True, ["shm", "nixl"]),
+        ("auto", "cpu", True, False, ["shm"]),
+        ("auto", "cpu", False, True, ["shm"]),
+        ("auto", "cuda", True, True, ["cuda_ipc", "nixl"]),
+        ("auto", "cuda", False, True, ["cuda_ipc"]),
+        ("shm", "cpu", True, True, ["shm"]),
+        ("cuda_ipc", "cuda", True, True, ["cuda_ipc"]),
+        ("nixl", "cpu", False, False, ["nixl"]),
+        ("nixl", "cuda", False, False, ["nixl"]),
+    ],
+)
+def test_nixl_is_offered_on_demand_or_where_other_hosts_can_connect(
+    choice: TransportChoice, device: str, has_key: bool, has_nixl: bool, kinds: list[str]
+) -> None:
+    assert kinds_to_offer(choice, device, has_key=has_key, has_nixl=has_nixl) == kinds
+    assert set(kinds) <= set(TRAITS)
+
+
+@pytest.mark.parametrize(("choice", "device"), [("cuda_ipc", "cpu"), ("shm", "cuda")])
+def test_a_transport_of_another_device_is_refused(choice: TransportChoice, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"{choice} does not move KV of --device {device}; use .* nixl"):
+        kinds_to_offer(choice, device, has_key=True, has_nixl=True)
