@@ -13,7 +13,7 @@ def test_it_is_off_unless_it_is_asked_for() -> None:
 
 def test_the_defaults_depend_on_the_device() -> None:
     config = EngineConfig(enable_laps_scheduler=True)
-    expected = LapsLimits(threshold=256, long_share=0.2, slo_s=0.4, blocking_s=0.03, window_s=0.0)
+    expected = LapsLimits(threshold=256, long_share=0.2, slo_s=0.4, blocking_s=0.06, window_s=0.0)
     assert laps_limits(config, on_cpu=False) == expected
     cpu = laps_limits(config, on_cpu=True)
     assert cpu is not None and cpu.blocking_s == 0.25

@@ -298,6 +298,7 @@ def test_only_a_load_that_keeps_prefill_busy_fills_the_steps_of_short_prompts() 
         for number in range(400):  # a step of 20 ms, and a pause
             laps.ended(StepWork().plus(1000, 0), 0.02, 10 + number * 0.02 / share)
         laps.at(10 + 400 * 0.02 / share, short=[short(added_at=18.0)], long=[long()])
+        laps.planned(StepWork().plus(20, 0), StepWork(), long_waits=True)
         reasons.append([reason for reason, count in laps.picks.items() if count])
     assert reasons == [["short"], ["filled"]]
 
@@ -315,11 +316,12 @@ def test_a_short_prompt_is_likely_if_one_comes_in_ten_chunks() -> None:
 def test_decisions_and_chunks_are_counted() -> None:
     laps = Laps()
     laps.at(long=[long()])
-    laps.at(short=[short()], long=[long()])
-    laps.at()
     work = StepWork().plus(20, 0).plus(600, 0)
     laps.planned(work, StepWork().plus(600, 0), long_waits=True)
+    laps.at(short=[short()], long=[long()])
     laps.planned(StepWork().plus(20, 0), StepWork(), long_waits=True)
+    laps.at()
+    laps.planned(StepWork(), StepWork(), long_waits=True)
     report = laps.report({"short": 2, "long": 3})
     assert (report.chunks, report.chunk_tokens, report.waiting) == (1, 600, {"short": 2, "long": 3})
     assert report.picks == {"short": 1, "long": 1, "share": 0, "filled": 0, "window": 0}

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from bench.simulate import Arrival, Simulation
+from bench.simulate import Arrival, HostCost, Simulation
 from segue.laps.classes import PromptClass
 from segue.laps.cost import Coefficients, CostModel, StepWork, seconds_of
 from segue.laps.pick import MIN_CHUNK, LapsPolicy
@@ -23,7 +23,7 @@ from segue.laps.window import Window
 from segue.messages.control import EngineLimits, LapsLimits
 from segue.scheduler.request import Request, Step
 
-DEVICE = Coefficients(floor=0.005, start=0.001, per_token=2e-5, per_pair=2e-10, per_kv=4e-8)
+DEVICE = Coefficients(floor=0.005, start=0.001, per_token=2e-5, per_pair=1.1e-9, per_kv=4e-8)
 LAPS = LapsLimits(threshold=256, long_share=0.2, slo_s=0.4, blocking_s=0.03, window_s=0.006)
 CHUNK, PAGE = 8192, 16
 LIMITS = EngineLimits(
@@ -56,7 +56,7 @@ class Watched(Simulation):
     """Looks at every request and every step."""
 
     def __init__(self) -> None:
-        super().__init__(limits=LIMITS, truth=DEVICE, host_s=0.0)
+        super().__init__(limits=LIMITS, truth=DEVICE, host=HostCost(turn=0.0))
         policy = cast(LapsPolicy[Request], self.scheduler._prefill.policy)
         self.scheduler.cost = policy._cost = KnownCost()
         self.scheduler.cost.largest = CHUNK
@@ -79,10 +79,10 @@ class Watched(Simulation):
             most = sum(map(chunks_s, [*ahead, request])) / LAPS.long_share + 3 * LAPS.blocking_s
         self.waits[request.rid] = Wait(of, now, most, self.busy)
 
-    def launch(self, step: Step, now: float) -> None:
-        super().launch(step, now)
+    def launch(self, step: Step, now: float) -> float:
+        launched = super().launch(step, now)
         if not step.work.prompt_tokens:
-            return
+            return launched
         seconds = seconds_of(DEVICE, step.work)
         self.busy += seconds
         slots = set(step.plan.slots[step.plan.num_decode :])
@@ -99,6 +99,7 @@ class Watched(Simulation):
         allowed += max(0.0, seconds_of(DEVICE, decode) - DEVICE.floor)
         if (waits or any(self.waits[r.rid].of == "short" for r in prompts)) and seconds > allowed + 1e-6:
             self.problems.append(f"a step takes {seconds:.3f} s with a short prompt in it, or waiting")
+        return launched
 
 
 def chunks_s(request: Request) -> float:

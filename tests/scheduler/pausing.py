@@ -143,7 +143,7 @@ class PausingSimulation(Simulation):
 
     def end_commit(self, version: str) -> None:
         """Commit weights; no step may be in flight."""
-        self.scheduler.commit(version, flush_cache=False)
+        self.scheduler.weights.commit(version, flush_cache=False)
         self.committing = False
         self.control.release(COMMIT)
         self._after(True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from segue.disagg.lease import Lease
+from segue.disagg.lease import WEIGHTS_S, Lease
 from segue.disagg.offer import UNCLAIMED_S
-from segue.errors import HandoverError, InvalidRequestError
-from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, ReservePages, Revoke, Sent
+from segue.errors import HandoverError, WrongRoleError
+from segue.messages.control import Continue, Pause, PauseMode
+from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, PushEnded, ReservePages, Revoke, Sent
 from segue.messages.requests import (
     AddRequest,
     Handoff,
@@ -18,8 +19,9 @@ from segue.messages.requests import (
     pack_ids,
     unpack_ids,
 )
-from segue.scheduler.handover import _fits
+from segue.scheduler.adoption import _fits
 from segue.scheduler.internal_state import internal_state
+from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.request import RequestPhase
 from tests.disagg.cluster import Worker
 from tests.scheduler.simulation import Simulation, next_token
@@ -28,6 +30,7 @@ from tests.support.kv_hello import hello
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two full pages of four tokens, and one token
 PARAMS = SamplingParams(max_new_tokens=6)
 OLD, NEW, NEXT = KVIdentity("0", 0), KVIdentity("1", 1), KVIdentity("2", 1)
+OLDER = OLD  # weights that were served before
 QUEUES = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer")
 
 
@@ -36,7 +39,7 @@ class DecodeWorker(Worker):
 
     def __init__(self, **options: int) -> None:
         super().__init__("d", "decode", "d#1", role="decode", **options)  # type: ignore[arg-type]
-        self.machine.on_opened(1, "s", "p:1", hello("prefill"), "fake", 0.0)
+        self.machine.on_opened(1, "s", "p:1", hello("prefill"), "shm", 0.0)
         self.handover = self.scheduler.handover
 
     def claim(self, handoff: int = 1, prompt: list[int] = PROMPT, *, whole: bool = False) -> str:
@@ -153,7 +156,7 @@ def test_kv_of_one_identity_is_shared_and_that_of_two_only_if_one_was_committed_
 
 def test_kv_of_other_weights_is_computed_again(decode: DecodeWorker) -> None:
     decode.claim()
-    decode.scheduler.commit("1", flush_cache=False)
+    decode.scheduler.weights.commit("1", flush_cache=False)
     decode.land()
     decode.run()
     counters = decode.handover.counters()
@@ -169,12 +172,57 @@ def test_kv_that_a_commit_in_place_has_overtaken_is_used_by_its_own_request_alon
     grant = decode.reserve()
     assert grant is not None
     decode.write(grant)
-    decode.scheduler.commit("1", flush_cache=False)
+    decode.scheduler.weights.commit("1", flush_cache=False)
     decode.first()
     decode.sent()
     decode.run()
     assert decode.handover.counters().num_adopted == 1
     assert decode.cached(PROMPT) == 0
+
+
+def test_kv_of_newer_weights_waits_for_an_open_update(decode: DecodeWorker) -> None:
+    rid = decode.claim()
+    grant = decode.reserve()
+    assert grant is not None
+    decode.scheduler.weights.is_updating = True
+    decode.write(grant, version="1")
+    decode.first()
+    decode.sent(identities=(NEW,))
+    assert decode.launch() is None and not decode.scheduler.has_work, "it waits, and the loop need not spin"
+    assert decode.machine.next_deadline == decode.now + WEIGHTS_S
+    decode.scheduler.weights.commit("1", flush_cache=False)
+    decode.scheduler.weights.is_updating = False
+    decode.run()
+    assert decode.finished[rid].reason == "length"
+    counters = decode.handover.counters()
+    assert (counters.num_adopted, counters.recomputed) == (1, {})
+
+
+def test_kv_of_newer_weights_waits_no_longer_than_its_time(decode: DecodeWorker) -> None:
+    decode.claim()
+    assert decode.reserve() is not None
+    decode.scheduler.weights.is_updating = True
+    decode.first()
+    decode.sent(identities=(NEW,))
+    assert decode.launch() is None
+    decode.now += WEIGHTS_S
+    decode.machine.advance(decode.now)
+    decode.run()
+    assert decode.handover.counters().recomputed == {"version": 1}
+
+
+@pytest.mark.parametrize(("is_updating", "sent"), [(False, NEW), (True, OLDER)])
+def test_kv_of_other_weights_does_not_wait_for_nothing(
+    decode: DecodeWorker, is_updating: bool, sent: KVIdentity
+) -> None:
+    decode.scheduler.weights.commit("5", flush_cache=False)
+    decode.claim()
+    assert decode.reserve() is not None
+    decode.scheduler.weights.is_updating = is_updating
+    decode.first()
+    decode.sent(identities=(sent,))
+    decode.launch()
+    assert decode.handover.counters().recomputed == {"version": 1}
 
 
 # --- adoption ---
@@ -239,7 +287,7 @@ def test_the_time_from_the_first_token_to_the_adoption_is_counted(decode: Decode
 def test_an_adopted_request_can_be_retracted_before_any_step_knows_it(decode: DecodeWorker) -> None:
     rid = decode.claim()
     decode.land()
-    decode.handover.adopt(decode.now)
+    decode.handover.adoption.adopt(decode.now)
     request = decode.scheduler.requests[rid]
     decode.scheduler.retract(request)
     plan = decode.launch()
@@ -395,7 +443,7 @@ def test_pages_that_nobody_claims_come_home(prefill: Worker) -> None:
 def test_a_claim_gets_the_first_token_of_a_request_that_has_ended(prefill: Worker) -> None:
     offer(prefill)
     prefill.step()
-    prefill.machine.on_opened(1, "s", None, hello("decode"), "fake", 0.0)
+    prefill.machine.on_opened(1, "s", None, hello("decode"), "shm", 0.0)
     prompt_hash = prefill.machine.offers.by_handoff[1].prompt_hash
     claim = Claim(handoff=1, rid="r1", num_tokens=len(PROMPT), prompt_hash=prompt_hash)
     prefill.machine.on_message(1, claim, prefill.now)
@@ -409,7 +457,7 @@ def test_a_claim_gets_the_first_token_of_a_request_that_has_ended(prefill: Worke
 
 def test_a_part_that_is_not_this_engines_is_refused(prefill: Worker, decode: DecodeWorker) -> None:
     answer = refusal(prefill, Handoff(id=1, part="decode", peer="p:1"))
-    assert answer.kind == InvalidRequestError.__name__
+    assert answer.kind == WrongRoleError.__name__
     assert "--role is prefill, and the request is for --role decode" in answer.message
     assert "for --role prefill" in refusal(decode, Handoff(id=1, part="prefill")).message
 
@@ -429,14 +477,14 @@ def test_the_queues_of_a_prefill_worker(prefill: Worker) -> None:
     assert queues(prefill) == (1, 0, 0, 0)
     prefill.step()
     assert queues(prefill) == (1, 0, 0, 0), "nobody has claimed it"
-    prefill.machine.on_opened(1, "s", None, hello("decode"), "fake", 0.0)
+    prefill.machine.on_opened(1, "s", None, hello("decode"), "shm", 0.0)
     prompt_hash = prefill.machine.offers.by_handoff[1].prompt_hash
     claim = Claim(handoff=1, rid="r1", num_tokens=len(PROMPT), prompt_hash=prompt_hash)
     prefill.machine.on_message(1, claim, prefill.now)
     grant = Grant(handoff=1, lease=1, first_page=0, pages=pack_ids([7, 8, 9]))
     prefill.machine.on_message(1, grant, prefill.now)
     assert queues(prefill) == (0, 1, 0, 0)
-    prefill.machine.offers.push_ended(1, "", prefill.now)
+    prefill.machine.offers.push_ended(PushEnded(ticket=1, at=prefill.now), prefill.now)
     assert queues(prefill) == (0, 0, 0, 0)
     counters = prefill.scheduler.handover.counters()
     assert (counters.num_sent, counters.num_pages) == (1, 3)
@@ -469,3 +517,116 @@ def test_a_request_that_awaits_its_kv_counts_as_waiting_for_the_limit() -> None:
     decode.claim()
     assert decode.scheduler.requests["r1"].phase is RequestPhase.AWAIT
     assert "1 requests wait" in refusal(decode, Handoff(id=2, part="decode", peer="p:1")).message
+
+
+def test_the_state_has_the_times_of_the_handovers_that_ended_last(decode: DecodeWorker) -> None:
+    prefill = Worker("p", "prefill", "p#1", role="prefill", chunked_prefill_size=6)  # type: ignore[arg-type]
+    offer(prefill)
+    for _ in range(2):
+        assert prefill.launch() is not None
+        prefill.now += 0.5
+        prefill.apply()
+    prefill.machine.advance(prefill.now + UNCLAIMED_S)
+    (ended,) = internal_state(prefill.scheduler)["handover"]["recent"]
+    assert (ended["part"], ended["rid"], ended["num_tokens"]) == ("prefill", "r1", len(PROMPT))
+    assert [(event["event"], event.get("count", 0)) for event in ended["events"]] == [
+        ("begin", 0),
+        ("launched", 6),
+        ("computed", 6),
+        ("launched", len(PROMPT)),
+        ("computed", len(PROMPT)),
+        ("first", 0),
+        ("expired", 0),
+    ]
+    assert [event["at"] for event in ended["events"]] == [0, 0, 0.5, 0.5, 1, 1, 1 + UNCLAIMED_S]
+
+    decode.claim()
+    decode.land()
+    decode.launch()
+    (ended,) = internal_state(decode.scheduler)["handover"]["recent"]
+    assert (ended["part"], ended["events"][-1]["event"]) == ("decode", "adopted")
+
+
+# --- pauses of mode wait ---
+
+
+def pause(worker: DecodeWorker, mode: PauseMode = "wait") -> PauseControl:
+    """Pause a worker; the pause takes effect at once if nothing has to end before."""
+    control = worker.scheduler.control
+    control.pause(Pause(1, mode), worker.now)
+    control.advance(worker.now)
+    return control
+
+
+def test_a_pause_does_not_await_a_prompt_that_its_prefill_worker_has_not_begun(decode: DecodeWorker) -> None:
+    decode.claim()
+    assert pause(decode).state is PauseState.PAUSED, "the prefill worker may be paused too"
+
+
+def test_a_pause_awaits_a_prompt_that_its_prefill_worker_has_begun(decode: DecodeWorker) -> None:
+    decode.claim()
+    grant = decode.reserve()
+    assert grant is not None
+    control = pause(decode)
+    assert control.state is PauseState.PAUSING
+    decode.write(grant)
+    decode.first()
+    decode.sent()
+    decode.run()
+    control.advance(decode.now)
+    assert control.state is PauseState.PAUSED and "r1" in decode.finished
+
+
+def test_a_pause_does_not_await_newcomers_and_grants_them_no_pages(decode: DecodeWorker) -> None:
+    decode.claim(1)
+    assert decode.reserve(1) is not None
+    control = pause(decode)
+    decode.claim(2, PROMPT[::-1])
+    assert decode.reserve(2) is None, "it came during the pause"
+    decode.abort("r1")
+    control.advance(decode.now)
+    assert control.state is control.client_state is PauseState.PAUSED
+    control.continue_(Continue(2))
+    assert decode.launch() is None and decode.granted(2) is not None
+
+
+def test_a_newcomer_of_a_pause_that_must_compute_its_prompt_waits_for_its_end(
+    decode: DecodeWorker,
+) -> None:
+    decode.claim(1)
+    assert decode.reserve(1) is not None
+    control = pause(decode)
+    decode.claim(2, whole=True)
+    decode.say(Gone(handoff=2, lease=0, reason="unknown"))
+    assert decode.launch() is None
+    decode.abort("r1")
+    control.advance(decode.now)
+    assert control.state is PauseState.PAUSED
+
+
+def test_a_newcomer_of_a_pause_whose_kv_lands_is_adopted_after_it(decode: DecodeWorker) -> None:
+    decode.claim(1)
+    decode.claim(2, PROMPT[::-1])
+    grant = decode.reserve(2)
+    assert grant is not None
+    control = decode.scheduler.control
+    control.pause(Pause(1, "in_place"), decode.now)
+    control.advance(decode.now)
+    decode.write(grant, PROMPT[::-1])
+    decode.first(2, PROMPT[::-1])
+    decode.sent(2)
+    control.continue_(Continue(2))
+    decode.run()
+    assert "r2" in decode.finished
+
+
+def test_a_pause_whose_pages_come_home_needs_no_deadline_if_nobody_awaits_its_answer(
+    decode: DecodeWorker,
+) -> None:
+    decode.claim()
+    assert decode.reserve() is not None
+    control = pause(decode, "in_place")
+    decode.scheduler.weights.hold("retract")  # a commit that flushes the prefix cache
+    control.advance(decode.now)
+    assert decode.handover.num_leaving, "the prefill worker may still write"
+    assert control.next_deadline is None, "a deadline that nothing ends would keep the loop busy"

@@ -13,15 +13,21 @@ from tests.support.kv_hello import hello
 ADDRESS = "127.0.0.1:8998"
 
 
-@pytest.fixture
-def decode() -> Worker:
-    """A decode worker half of whose ten pages a lost prefill worker may still write to."""
+def lessee(transport: str) -> Worker:
+    """Returns a decode worker half of whose ten pages a prefill worker may write to."""
     worker = Worker("d0", "decode", "d0#1", page_size=4, num_pages=10, max_seq_len=40, max_running_requests=4)
-    worker.machine.on_opened(1, "s1", ADDRESS, hello("prefill"), "fake", 0.0)
+    worker.machine.on_opened(1, "s1", ADDRESS, hello("prefill"), transport, 0.0)
     handoff = Handoff(id=1, part="decode", peer=ADDRESS, whole=True)
     assert worker.start("first", [1] * 20, SamplingParams(max_new_tokens=1), handoff)
     worker.machine.on_message(1, ReservePages(handoff=1, lease=1, num_tokens=20), 0.0)
     assert worker.launch() is None, "nothing runs, and the pages are granted"
+    return worker
+
+
+@pytest.fixture
+def decode() -> Worker:
+    """A decode worker half of whose ten pages a lost prefill worker may still write to."""
+    worker = lessee("shm")
     worker.machine.on_closed(1, 0.0)
     run(worker)
     assert worker.finished["first"].reason == "length", "it computes the prompt in the other half"
@@ -57,6 +63,19 @@ def test_a_prompt_that_needs_lost_pages_runs_once_they_come_home(decode: Worker)
     assert decode.finished["r"].reason == "length"
 
 
+def test_a_prompt_fails_too_if_the_prefill_worker_is_connected_and_its_last_word_is_overdue() -> None:
+    worker = lessee("shm")
+    worker.abort("first")
+    worker.start("r", [2] * 30, SamplingParams(max_new_tokens=1), None)
+    worker.now = LOST_S - 1
+    run(worker)
+    assert "r" not in worker.finished and [each.state.name for each in worker.machine.leases] == ["REVOKED"]
+    worker.now = LOST_S
+    run(worker)
+    assert worker.errors == {"r": "KVCapacityLostError"}
+    worker.check_memory()
+
+
 def test_a_running_request_that_needs_lost_pages_waits_for_a_while_and_fails(decode: Worker) -> None:
     decode.start("r", [2] * 16, SamplingParams(max_new_tokens=10), None)
     run(decode)
@@ -72,3 +91,17 @@ def test_a_prompt_that_fits_beside_lost_pages_runs(decode: Worker) -> None:
     decode.start("r", [2] * 10, SamplingParams(max_new_tokens=8), None)
     run(decode)
     assert decode.finished["r"].reason == "length"
+
+
+def test_a_prompt_waits_for_pages_that_are_kept_for_a_while() -> None:
+    worker = lessee("nixl")
+    worker.abort("first")
+    worker.machine.on_closed(1, 10.0)  # from now on it is known when the pages come home
+    worker.start("r", [2] * 30, SamplingParams(max_new_tokens=1), None)
+    worker.now = LOST_S + 5.0
+    run(worker)
+    assert "r" not in worker.finished and worker.scheduler.handover.owns_pages
+    worker.now = LOST_S + 10.0
+    worker.machine.advance(worker.now)
+    run(worker)
+    assert worker.finished["r"].reason == "length"

@@ -160,3 +160,36 @@ def test_a_retracted_prompt_is_classified_anew_and_keeps_its_place() -> None:
     assert again.prompt_class == "long" or again.expected_hit > 0, "what it has computed is cached"
     assert sim.scheduler.waiting.of(again.prompt_class)[0] is again
     sim.run()
+
+
+def test_a_long_prompt_that_is_due_holds_waiting_short_ones_back_until_there_are_pages_for_it() -> None:
+    sim = Simulation(laps=LAPS, num_pages=30, max_seq_len=100)
+    sim.add("runs", [1] * 4, max_new_tokens=60)
+    sim.step()
+    sim.add("long", [2] * 80, max_new_tokens=1)
+    passed: list[str] = []
+    for number in range(30):  # each earns the long prompt some time
+        sim.add(f"{number}", [3 + number] * 4, max_new_tokens=1)
+        sim.step()
+        passed += [f"{number}"] if f"{number}" in sim.finished else []
+    waiting = [rid for rid in sim.scheduler.requests if rid not in ("runs", "long")]
+    assert "long" in sim.scheduler.requests and "long" not in sim.scheduler.running
+    assert passed and waiting, "short prompts go first, until the long one is due"
+    assert max(map(int, passed)) < min(map(int, waiting)), "from then on none of them begins"
+    while "long" not in sim.scheduler.running:
+        assert not sim.finished.keys() & set(waiting)
+        assert sim.step(), "rows that decode go on, and their end gives the pages"
+    sim.run()
+
+
+def test_a_step_in_which_no_prompt_finds_pages_is_no_decision() -> None:
+    sim = Simulation(laps=LAPS, num_pages=30, max_seq_len=100)
+    sim.add("runs", [1] * 4, max_new_tokens=60)
+    sim.step()
+    sim.add("long", [2] * 80, max_new_tokens=1)
+    for _ in range(10):
+        sim.step()
+    laps = sim.scheduler.report_laps()
+    assert laps is not None and "long" not in sim.scheduler.running
+    assert sum(laps.picks.values()) == 1, "only the first step had a prompt"
+    sim.run()

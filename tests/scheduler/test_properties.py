@@ -162,7 +162,7 @@ class SchedulerMachine(StepMachine):
     @rule()
     def new_weights(self) -> None:
         self.version += 1
-        self.sim.scheduler.commit(str(self.version), flush_cache=False)
+        self.sim.scheduler.weights.commit(str(self.version), flush_cache=False)
 
     @invariant()
     def holds(self) -> None:

@@ -21,12 +21,12 @@ from segue.messages.requests import (
     TokenLogprob,
     pack_ids,
 )
-from segue.messages.steps import NON_FINITE, StepPlan
+from segue.messages.steps import NON_FINITE
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome
-from segue.scheduler.request import Request, RequestPhase, Step
-from segue.scheduler.scheduler import _GIVES_BACK, LEAD_S, Scheduler
+from segue.scheduler.request import Request, RequestPhase
+from segue.scheduler.scheduler import _GIVES_BACK, Scheduler
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -146,7 +146,7 @@ def test_kv_of_old_weights_is_not_shared() -> None:
     sim = Simulation(page_size=4)
     sim.add("first", list(range(10)))
     sim.run()
-    sim.scheduler.commit("1", flush_cache=False)
+    sim.scheduler.weights.commit("1", flush_cache=False)
     sim.add("second", list(range(10)))
     sim.run()
     assert sim.finished["second"].cached_tokens == 0
@@ -157,7 +157,7 @@ def test_every_token_is_attributed_to_the_weights_that_made_it() -> None:
     sim.add("r", [1, 2, 3], max_new_tokens=5)
     sim.step()
     sim.step()
-    sim.scheduler.commit("7", flush_cache=False)
+    sim.scheduler.weights.commit("7", flush_cache=False)
     sim.run()
     assert sim.finished["r"].versions == [("0", 0, 2), ("7", 2, 5)]
 
@@ -688,65 +688,3 @@ def test_a_long_prompt_becomes_short_when_another_request_has_computed_it() -> N
         sim.step()
     assert sim.scheduler.requests["again"].prompt_class == "short"
     sim.run()
-
-
-@pytest.mark.parametrize("tokens, waits", [(16, False), (600, True)])
-def test_the_next_step_is_launched_late_behind_a_long_one(tokens: int, waits: bool) -> None:
-    sim = Simulation(num_pages=1000, max_seq_len=2000, chunked_prefill_size=1000, max_running_requests=8)
-    for index in range(3):
-        sim.add(f"{index}", [index] * tokens, max_new_tokens=1)
-        sim.launch()
-        sim.pass_time(0.1)
-        sim.apply()
-    sim.add("last", [9] * tokens, max_new_tokens=1)
-    sim.launch()
-    at = sim.scheduler.launch_at(sim.now)
-    assert at == (pytest.approx(sim.now + 0.1 - LEAD_S, abs=0.01) if waits else sim.now)
-
-
-def test_behind_a_chunk_the_next_step_waits_if_a_short_prompt_is_likely() -> None:
-    sim = Simulation(laps=LAPS, num_pages=1000, max_seq_len=2000, chunked_prefill_size=20)
-    sim.add("long", [1] * 1000)
-    for _ in range(4):
-        sim.step()
-    sim.launch()
-    assert sim.scheduler.launch_at(sim.now) == sim.now
-    for index in range(10):
-        sim.add(f"{index}", [5], max_new_tokens=1)
-    assert sim.scheduler.launch_at(sim.now) > sim.now
-
-
-class Expects(FirstCome):
-    """First come, first served, with short prompts that are likely to come, or not."""
-
-    def __init__(self, likely: bool) -> None:
-        self._likely = likely
-
-    def expects_short(self, seconds: float, now: float) -> bool:
-        return self._likely
-
-
-@pytest.mark.parametrize(
-    ("prompt", "long", "decode", "seconds", "likely", "waits"),
-    [
-        (600, 0, 0, 0.06, False, True),
-        (600, 0, 0, 0.03, True, False),  # short prompts alone: the next ones go on behind it
-        (400, 0, 0, 0.06, True, False),  # few tokens, so the time is that of decode rows beside them
-        (0, 0, 1000, 0.06, True, False),
-        (300, 300, 0, 0.03, True, True),
-        (300, 300, 0, 0.03, False, False),
-        (300, 300, 0, 0.005, True, False),  # too short to be worth a late launch
-    ],
-)
-def test_which_steps_the_next_launch_waits_for(
-    prompt: int, long: int, decode: int, seconds: float, likely: bool, waits: bool
-) -> None:
-    scheduler = Simulation(Expects(likely)).scheduler
-    scheduler.cost._coefficients = Coefficients(per_token=seconds / (prompt + decode))
-    work = NO_WORK.plus(prompt, 0)._replace(decode_rows=decode)
-    step = Step(StepPlan(1), "1", planned_at=10.0, work=work, long_work=NO_WORK.plus(long, 0))
-    scheduler.in_flight.append(step)
-    expected = 10.0 + seconds - LEAD_S if waits else 10.001
-    assert scheduler.launch_at(10.001) == pytest.approx(expected)
-    scheduler._last_end = 10.02  # the device began with the step when the one before it had ended
-    assert scheduler.launch_at(10.021) == pytest.approx(10.02 + seconds - LEAD_S if waits else 10.021)

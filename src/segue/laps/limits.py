@@ -5,7 +5,7 @@ from __future__ import annotations
 from segue.config import EngineConfig
 from segue.messages.control import LapsLimits
 
-BLOCKING_MS_CPU, BLOCKING_MS_CUDA = 250.0, 30.0  # a chunk that is worth a step takes so long there
+BLOCKING_MS_CPU, BLOCKING_MS_CUDA = 250.0, 60.0  # a chunk that is worth a step takes so long there
 
 
 def laps_limits(config: EngineConfig, *, on_cpu: bool) -> LapsLimits | None:

@@ -124,7 +124,8 @@ class LapsPolicy(Generic[P]):
         """
         self.limits = limits
         self.window = Window(limits.window_s)
-        self.picks: dict[str, int] = dict.fromkeys(get_args(Pick), 0)
+        self.picks: dict[str, int] = dict.fromkeys(get_args(Pick), 0)  # steps with prefill work; and waits
+        self._reason: Pick = "short"  # of the last choice, which counts once a step has prefill work by it
         self.credit_s = 0.0  # that long prompts have earned and not used; negative: used before it was earned
         self._cost = cost
         self._page_size = page_size
@@ -151,6 +152,7 @@ class LapsPolicy(Generic[P]):
         """Account for a step: ``work`` is all of it, ``long`` its chunks of long prompts."""
         if not work.prompt_tokens:
             return
+        self.picks[self._reason] += 1
         total = self._cost.seconds(work)
         if long.prompt_tokens:
             self._chunks += 1
@@ -233,7 +235,7 @@ class LapsPolicy(Generic[P]):
         self, reason: Pick, prompts: Sequence[P], seconds: float, view: PrefillView[P]
     ) -> PrefillChoice[P]:
         """Choose prompts for a step that takes at most ``seconds``."""
-        self.picks[reason] += bool(prompts)
+        self._reason = reason
         return PrefillChoice(prompts=prompts, budget=view.budget, room=partial(self._room, reason, seconds))
 
     def _longest_step(self) -> float:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from segue.messages.fleet import Role, WorkerLoad
+from segue.messages.kv import KVIdentity
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import Call, WeightAnswer, WeightCall, WeightNotice, WithdrawCall
@@ -42,12 +44,34 @@ class GetState(Call, frozen=True, tag=True, array_like=True):
     check: bool = False
 
 
+class GetLoad(Call, frozen=True, tag=True, array_like=True):
+    """Asks how much work the scheduler has. The reply is :class:`EngineLoad`."""
+
+
+class SetRole(Call, frozen=True, tag=True, array_like=True):
+    """Changes the role, once nothing is left of the work that goes. The reply is :class:`RoleSet`."""
+
+    role: Role
+    timeout_s: float  # after which the role stays what it is
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ends the scheduler loop."""
 
 
 FrontendMessage = (
-    AddRequest | Finish | Abort | Pause | Continue | Flush | GetState | Shutdown | WeightCall | WithdrawCall
+    AddRequest
+    | Finish
+    | Abort
+    | Pause
+    | Continue
+    | Flush
+    | GetState
+    | GetLoad
+    | SetRole
+    | Shutdown
+    | WeightCall
+    | WithdrawCall
 )
 
 
@@ -101,7 +125,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     weight_bytes: int
     kv_bytes: int
     init_steps: list[InitStep]
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: Role = "both"
     control_address: str | None = None  # where KV is handed over; None: nowhere
     graphs: dict[str, GraphCost] = {}  # by kind; empty: steps run eagerly
 
@@ -124,7 +148,7 @@ class LapsCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What length-aware prefill scheduling has done since the start, and how things are now."""
 
     waiting: dict[str, int]  # requests, by class
-    picks: dict[str, int]  # decisions, by reason
+    picks: dict[str, int]  # steps with prefill work, and waits for short prompts, by reason
     chunks: int  # steps with chunks of long prompts
     chunk_tokens: int  # in them
     window_s: float  # that short prompts have waited for others
@@ -188,6 +212,24 @@ class State(Call, frozen=True, tag=True, array_like=True):
     problems: list[str]  # violated invariants
 
 
+class EngineLoad(Call, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The reply to :class:`GetLoad`: what a router needs to know in order to choose between engines."""
+
+    load: WorkerLoad
+    coefficients: tuple[float, float, float, float, float]  # as in `WorkerReport`
+    identity: KVIdentity  # of KV that is computed now
+    num_flushes: int  # how often the prefix cache was emptied
+    refused: dict[str, str]  # as in `WorkerReport`
+
+
+class RoleSet(Call, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The reply to :class:`SetRole`: the present role."""
+
+    role: Role
+    control_address: str | None = None  # where KV is handed over; None: nowhere, or as before an ``error``
+    error: str = ""  # why the role was not changed; empty: it was
+
+
 class PauseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a pause on the requests. Nothing runs any more."""
 
@@ -224,5 +266,5 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
     call: int
 
 
-CallAnswer = State | Paused | Continued | Flushed | WeightAnswer
+CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer
 SchedulerMessage = Ready | StartFailed | Heartbeat | SchedulerOutput | Rejected | CallAnswer | WeightNotice

@@ -7,14 +7,18 @@ dead.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from segue.messages.kv import KVIdentity
 
 FLEET_PROTOCOL = 1
 REPORT_PERIOD_S = 0.1  # between two reports of a worker
+REGISTER_PERIOD_S = 5.0  # between two registrations of a worker that registers itself
+REGISTER_TTL_S = 15.0  # how long such a registration holds
+MAX_TTL_S = 86400.0
 
 # Which work a worker may be given. prefill: it computes prompts and hands over their KV. decode: it makes the
 # output from KV that it was handed, and may compute short prompts itself. both: it serves whole requests.
@@ -41,6 +45,22 @@ class WorkerRecord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_bytes_per_token: int  # over all layers and ranks
 
 
+class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a worker is, and whose place it takes; the worker itself tells the rest by its record."""
+
+    url: str  # of its HTTP server, as the router reaches it
+    cohort: str = ""  # only the highest epoch of a cohort serves; "": the worker is in no cohort
+    epoch: Annotated[int, Meta(ge=0)] = 0
+    role: Role | None = None  # the only one that the worker may have; None: any
+
+
+class Register(Registration, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a router's ``POST /workers``."""
+
+    # Seconds after which the registration ends unless it is renewed; 0: it ends now; None: it does not end.
+    ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How much work a worker has."""
 
@@ -50,14 +70,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     decode_kv: int  # tokens whose KV they read in each step
     num_pages: int
     taken_pages: int  # held by requests, offers and leases; all others are free or may be evicted
-
-
-class PairReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decode worker knows about its connection to one prefill worker."""
-
-    prefill: str  # the prefill worker's id
-    bytes_per_s: float = 0.0  # measured over the last transfers; 0: there were none
-    refused: str = ""  # why no KV can come from there; "": it can
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -73,4 +85,5 @@ class WorkerReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     coefficients: tuple[float, float, float, float, float]
     identity: KVIdentity  # of KV that it computes now
     num_flushes: int = 0  # how often its prefix cache was emptied
-    pairs: list[PairReport] = []  # one per prefill worker that it knows; empty for other roles
+    # Addresses where prefill workers hand KV over -> why none can come from there; those tried lately.
+    refused: dict[str, str] = {}

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from segue import errors
-from segue.disagg.lease import LOST_S, Lease, LeaseState
+from segue.disagg.lease import LOST_S, GiveUpReason, Lease, LeaseState
 from segue.disagg.machine import TransferMachine
 from segue.disagg.offer import LOGPROBS_PER_PART, HeldPages
 from segue.messages.control import HandoverCounters, SchedulerOutput
-from segue.messages.kv import First, GoneReason, KVIdentity, RevokeReason
+from segue.messages.kv import First, KVIdentity
 from segue.messages.requests import FinishReason, Handoff, TokenLogprob, pack_ids
-from segue.messages.steps import NewSlot
-from segue.scheduler.request import DECODE, WAITING, Request, Step
+from segue.scheduler.adoption import Adoption
+from segue.scheduler.request import WAITING, Request, Step
 from segue.sizes import ceil_div
 
 if TYPE_CHECKING:
@@ -37,18 +37,15 @@ class Handover:
         self._scheduler = scheduler
         self.machine = TransferMachine(self, page_size=scheduler.limits.page_size, num_ranks=num_ranks)
         self.awaiting: dict[str, Request] = {}  # in the order of arrival
-        self.unplanned: list[Request] = []  # adopted, but no plan has told the device yet
+        self.adoption = Adoption(self, scheduler)
         self.replies: list[SchedulerOutput] = []  # to be sent to the frontend
         self._totals = HandoverCounters()
+        self._chunks: dict[int, list[tuple[int, int]]] = {}  # by step in flight: (handoff, tokens so far)
 
     # --- what the scheduler calls ---
 
     def check(self, handoff: Handoff) -> None:
         """Raise the reason why a request with this handoff cannot be taken, if there is one."""
-        if (role := self._scheduler.config.role) not in (handoff.part, "both"):
-            raise errors.InvalidRequestError(
-                f"this engine's --role is {role}, and the request is for --role {handoff.part}; send it there"
-            )
         if handoff.part == "prefill":
             is_known = self.machine.offers.is_known(handoff.id)
         else:
@@ -80,6 +77,13 @@ class Handover:
         if (handoff := _offered(request)) is not None:
             identity = self._scheduler.kv_identity
             self.machine.offers.launched(handoff, request.launched, step.plan.step, identity, now)
+            self._chunks.setdefault(step.plan.step, []).append((handoff, request.launched))
+
+    def step_ended(self, step: int, now: float) -> None:
+        """Note that the device has done a step, whose result has come."""
+        for handoff, num_tokens in self._chunks.pop(step, ()):
+            self.machine.offers.computed(handoff, num_tokens, now)
+        self.machine.offers.step_ended(step, now)
 
     def prompt_logprobs(self, request: Request, entries: list[TokenLogprob]) -> None:
         """Pass logprobs of prompt tokens on to the decode worker."""
@@ -128,19 +132,43 @@ class Handover:
         self.machine.offers.withdraw_all(now)
         self.machine.leases.take_back_all("memory", now)
 
+    def note_started(self) -> None:
+        """Note, at the beginning of a pause, which requests have begun: a pause of mode ``wait`` awaits them.
+
+        Those whose prompt the prefill worker has not begun are like waiting requests here and there. That
+        worker may be paused too, so a pause that awaited them might never take effect.
+        """
+        for lease in self.machine.leases.active.values():
+            if lease.state is not LeaseState.CLAIMED:
+                self.awaiting[lease.rid].has_begun = True
+
+    @property
+    def has_started_requests(self) -> bool:
+        """Whether a request that has begun awaits its KV."""
+        return any(request.has_begun for request in self.awaiting.values())
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model knows."""
+        return self._scheduler.vocab_size
+
+    def may_start(self, rid: str) -> bool:
+        """Whether pages may be granted to a request, and whether it may decode once its KV has landed."""
+        return self._scheduler.control.admits or self.awaiting[rid].has_begun
+
     def committed(self, old: KVIdentity, new: KVIdentity) -> None:
         """Note that other weights are served."""
         self.machine.offers.committed(new)
-        self.machine.leases.committed(old, new)
+        self.machine.leases.committed(old, new, self._scheduler.now)
 
     def counters(self) -> HandoverCounters:
         """Returns what has been done, and the numbers of offers and leases by state."""
         totals, machine = self._totals, self.machine
         totals.offers = Counter(offer.state.name.lower() for offer in machine.offers)
         totals.leases = Counter(lease.state.name.lower() for lease in machine.leases)
-        totals.num_sent = machine.offers.num_sent
-        if self._scheduler.config.role == "prefill":
-            totals.num_pages = machine.offers.num_pages_sent
+        totals.num_sent, totals.num_adopted = machine.offers.num_sent, self.adoption.num_adopted
+        totals.num_pages = self.adoption.num_pages + machine.offers.num_pages_sent
+        totals.adopt_s = self.adoption.seconds
         return totals
 
     # --- what it owns ---
@@ -174,10 +202,14 @@ class Handover:
 
     @property
     def has_lost_pages(self) -> bool:
-        """Whether all pages that offers and leases own are of leases whose last word is long overdue."""
+        """Whether all pages that offers and leases own are of leases whose last word is long overdue.
+
+        Pages that are only kept for a while, because nothing proves that their writer has gone, are not lost.
+        """
         leases = [lease for lease, _ in self.machine.leases.holds()]
         is_late = all(self._scheduler.now >= lease.left_at + LOST_S for lease in leases)
-        return bool(leases) and is_late and not any(True for _ in self.machine.offers.holds())
+        is_kept = any(lease.is_kept_for_a_while for lease in leases)
+        return bool(leases) and is_late and not is_kept and not any(True for _ in self.machine.offers.holds())
 
     def fail_without_pages(self, request: Request) -> None:
         """End a request that needs pages of such leases: it might wait for ever."""
@@ -194,61 +226,6 @@ class Handover:
     def num_places(self) -> int:
         """The number of request slots that leases keep."""
         return self.machine.leases.num_places
-
-    # --- adoption ---
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether a request can be adopted."""
-        return bool(self.machine.leases.landed)
-
-    def adopt(self, now: float) -> None:
-        """Let each request whose KV has landed decode; KV of other weights is computed again here."""
-        for lease in self.machine.leases.landed:
-            request, fits = self.awaiting[lease.rid], _fits(lease, self._scheduler.kv_identity)
-            if fits is None:
-                self.machine.leases.cancel(lease.handoff, now, why="version")
-                self._compute(request, "version")
-                continue
-            self.machine.leases.adopted(lease.handoff, now)
-            assert lease.hold is not None
-            self._totals.num_pages += len(lease.hold.own_pages)
-            self._totals.adopt_s += now - request.first_at
-            self.start_decode(request, lease.hold, kv_epoch=self._scheduler.kv_epoch if fits else -1)
-            lease.hold = None
-            self._totals.num_adopted += 1
-
-    def start_decode(self, request: Request, hold: HeldPages, *, kv_epoch: int) -> None:
-        """Let a request decode with pages that hold the KV of all its tokens but the last."""
-        s = self._scheduler
-        s.leave(request, DECODE)
-        s.running[request.rid] = request
-        request.slot = s.resources.free_slots.pop()
-        request.pages, request.num_inserted, request.node = hold.pages, hold.num_shared, hold.node
-        request.capacity = len(hold.pages) * s.limits.page_size
-        request.launched = len(request.tokens) - 1  # the first token has no KV yet
-        request.outputs_launched = request.num_outputs
-        request.kv_epoch = kv_epoch
-        self.unplanned.append(request)
-
-    def announce(self, step: Step) -> None:
-        """Tell the device about adopted requests."""
-        for request in self.unplanned:
-            step.plan.new_slots.append(
-                NewSlot(request.slot, pack_ids(request.tokens), request.prompt_len, request.params)
-            )
-            step.plan.pages.append((request.slot, 0, list(request.pages)))
-
-    def share(self) -> None:
-        """Insert the pages of requests that have just been announced into the prefix cache."""
-        adopted, self.unplanned = self.unplanned, []
-        for request in adopted:
-            self._scheduler.insert_pages(request, request.launched)
-
-    def forget(self, request: Request) -> None:
-        """Note that a request leaves the batch: if no plan has told the device about it yet, none will."""
-        if request in self.unplanned:
-            self.unplanned.remove(request)
 
     def grant(self, now: float) -> None:
         """Grant pages to leases that wait for them, if there are enough."""
@@ -296,7 +273,8 @@ class Handover:
         request.add_token(first.token, first.version)
         request.params = structs.replace(request.params, seed=first.seed)  # a client's part may have none
         request.outputs_launched = request.num_outputs
-        request.has_begun, request.first_at = True, s.now
+        request.has_begun |= s.control.admits
+        request.first_at = s.now
         request.cached_tokens = first.cached_tokens
         if request.owes_prompt_logprobs:
             request.prompt_logprobs_next = request.prompt_len
@@ -312,16 +290,16 @@ class Handover:
             )
         )
 
-    def give_up(self, rid: str, reason: GoneReason, message: str) -> None:
+    def give_up(self, rid: str, reason: GiveUpReason, message: str) -> None:
         """The KV of a request will not come: it computes the prompt itself, or fails.
 
-        It has to fail if another worker answers the client too and this one does not know the first token,
-        because the client may have that token already.
+        A router's leg fails as long as its first token is not known, because the router can then choose
+        another pair. Nobody else would send a request with ``bootstrap_room`` again, so it never fails.
         """
         request = self.awaiting[rid]
         assert request.handoff is not None
         if request.num_outputs > request.num_given or request.handoff.whole:
-            self._compute(request, reason)
+            self.compute(request, reason)
             return
         self._totals.failed[reason] = self._totals.failed.get(reason, 0) + 1
         why = f"{message or reason}; send it again"
@@ -330,10 +308,10 @@ class Handover:
         finished = s.end(request, "error", message=text, error=errors.HandoverError)
         self.replies.append(s.output(finished=[finished]))
 
-    def _compute(self, request: Request, reason: GoneReason | RevokeReason) -> None:
+    def compute(self, request: Request, reason: GiveUpReason) -> None:
         """Let a request compute its prompt here, like one that was retracted."""
         self._totals.recomputed[reason] = self._totals.recomputed.get(reason, 0) + 1
-        request.has_begun = True
+        request.has_begun |= self._scheduler.control.admits
         self._scheduler.leave(request, WAITING)
         self._scheduler.enqueue(request)
 
@@ -342,20 +320,3 @@ def _offered(request: Request) -> int | None:
     """Returns the handoff of a request whose KV this worker offers; None: it offers none."""
     handoff = request.handoff
     return handoff.id if handoff is not None and handoff.part == "prefill" else None
-
-
-def _fits(lease: Lease, here: KVIdentity) -> bool | None:
-    """Returns whether KV that has landed may be used and shared.
-
-    True: it may go into the prefix cache too. False: only its own request may use it. None: nobody may.
-
-    Its own request may use the KV of two versions if one was committed in place while the KV was computed or
-    on its way: a request that runs during such a commit has the KV of both, too.
-    """
-    sent = lease.sent
-    assert sent is not None
-    identities = {here, *sent.identities, *(identity for commit in lease.commits for identity in commit)}
-    if len(identities) == 1:
-        return True
-    in_place = len(sent.identities) > 1 or bool(lease.commits)
-    return False if in_place and len(identities) == 2 else None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from segue.messages.control import HandoverCounters
 from segue.scheduler.pause import PauseState
 from segue.scheduler.request import PREFILL
 
@@ -20,8 +21,15 @@ _OFFER_QUEUES = {
 }
 _LEASE_QUEUES = {
     "disagg_decode_prealloc_queue_size": ("claimed", "queued"),
-    "disagg_decode_transfer_queue_size": ("granted", "landed"),
+    "disagg_decode_transfer_queue_size": ("granted", "verifying", "landed", "ahead"),
 }
+
+
+def _handover(s: Scheduler, counters: HandoverCounters) -> dict[str, Any]:
+    """Returns the counters of handing over, and what happened to the handovers that ended last."""
+    machine = s.handover.machine
+    recent = machine.offers.recent.report() + machine.leases.recent.report()
+    return structs.asdict(counters) | {"recent": recent}
 
 
 def internal_state(s: Scheduler) -> dict[str, Any]:
@@ -59,7 +67,8 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "eager": s.totals.eager_steps,
         "padded_tokens": s.totals.padded_tokens,
         "laps": None if laps is None else structs.asdict(laps),
-        "handover": structs.asdict(handover) if s.config.role != "both" else None,
+        "role": s.roles.role,
+        "handover": _handover(s, handover) if s.config.role != "both" else None,
         **{name: sum(handover.offers.get(each, 0) for each in of) for name, of in _OFFER_QUEUES.items()},
         **{name: sum(handover.leases.get(each, 0) for each in of) for name, of in _LEASE_QUEUES.items()},
         "new_token_ratio": ratio.value,

@@ -109,7 +109,7 @@ class PauseControl:
     def has_started_requests(self) -> bool:
         """Whether a request runs, or waits to go on with the tokens that it has."""
         s = self._scheduler
-        return bool(s.running or s.handover.awaiting) or any(r.has_begun for r in s.waiting)
+        return bool(s.running or s.handover.has_started_requests) or any(r.has_begun for r in s.waiting)
 
     def pause(self, message: Pause, now: float) -> None:
         """Hold the engine for the user. The mode can only grow stronger; the newest time to live counts."""
@@ -127,6 +127,8 @@ class PauseControl:
 
         The hold counts as new in any case: :meth:`advance` lets it take effect, and applies ``mode``.
         """
+        if self.admits:
+            self._scheduler.handover.note_started()
         for holds in (self.holders, self._new_holds):
             holds[holder] = max(mode, holds.get(holder, mode), key=_MODES.index)
         self.state = PauseState.PAUSING
@@ -209,9 +211,11 @@ class PauseControl:
         waits = self._user_waits()  # then the user's hold stays new, and its calls stay unanswered
         self._new_holds = {"user": self._new_holds["user"]} if waits and "user" in self._new_holds else {}
         self._replies.append(self._scheduler.output(finished=finished))
+        if waits or not self._pauses:  # no call is answered now
+            return
         if "retract" in modes and self._scheduler.handover.num_leaving:
             self._leaving = (now + LEAVING_S, num_retracted)
-        elif not waits:
+        else:
             self._answer_pauses(now, num_retracted=num_retracted, num_aborted=len(finished))
 
     def _retract_all(self) -> int:

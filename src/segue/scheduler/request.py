@@ -64,7 +64,8 @@ class Request:
     added_at: float  # seconds, by the clock of `Scheduler.plan`
     deadline: float = inf  # when its first token is due, by the same clock
     first_at: float = 0.0  # when its first token came from a prefill worker; 0: it did not
-    has_begun: bool  # whether it was admitted before, or arrived with output tokens
+    # Whether it was admitted before, arrived with output tokens, or awaits KV that was begun before a pause.
+    has_begun: bool
     stop_ids: frozenset[int] = field(init=False)
     sampling_mode: SamplingMode = field(init=False)
     phase: RequestPhase = WAITING

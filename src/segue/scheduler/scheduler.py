@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from math import isnan
 from typing import Any, get_args
 
 from segue import errors
@@ -21,33 +20,30 @@ from segue.kvcache.prefix_cache import Node
 from segue.laps.classes import PromptClass
 from segue.laps.cost import CostModel, StepTime
 from segue.laps.pick import PrefillPolicy
-from segue.messages.control import Counters, EngineLimits, LapsCounters, PauseMode, SchedulerOutput
+from segue.messages.control import Counters, EngineLimits, LapsCounters, SchedulerOutput
 from segue.messages.kv import KVIdentity
 from segue.messages.requests import (
     BEFORE_PREFILL,
-    FIRST_WEIGHT_VERSION,
     Abort,
     AddRequest,
     Finish,
     Finished,
     FinishReason,
     Rejected,
-    TokenLogprob,
     unpack_ids,
 )
-from segue.messages.steps import NON_FINITE, StepPlan, StepResult
+from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.handover import Handover
+from segue.scheduler.pace import Pace
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.prefill import NewTokenRatio, PrefillPlanner, make_policy
 from segue.scheduler.queue import WaitingQueue
+from segue.scheduler.refusals import check_request
 from segue.scheduler.request import AWAIT, DECODE, FINISHED, PREFILL, WAITING, Request, RequestPhase, Step
 from segue.scheduler.resources import Released, Resources
-
-# The next step waits for the end of one that takes so long and has so many tokens. Behind shorter steps it
-# would cost too much: 5 % of the throughput of prefill at 18 ms per step (measured). With LAPS, shorter steps
-# with a chunk of a long prompt are waited for too, if a short prompt is likely: it would wait for two chunks.
-LONG_STEP_S, MANY_TOKENS, BLOCKING_STEP_S = 0.05, 512, 0.008
-LEAD_S = 0.003  # the next step is launched so long before the expected end
+from segue.scheduler.results import take_result
+from segue.scheduler.role import RoleControl
+from segue.scheduler.weight_port import WeightPort
 
 
 class Scheduler:
@@ -61,6 +57,7 @@ class Scheduler:
         step_times: Iterable[StepTime] = (),
         *,
         num_ranks: int = 1,
+        vocab_size: int = 1 << 31,
     ) -> None:
         """Start with nothing queued.
 
@@ -70,15 +67,14 @@ class Scheduler:
             policy: chooses the prefill work; None: the policy that ``limits`` asks for.
             step_times: steps that were timed at start, from which the cost model learns before any request.
             num_ranks: the number of tensor-parallel ranks.
+            vocab_size: token ids are below it.
         """
         self.limits = limits
         self.config = config
-        self.receive_requires_pause = config.weight_recv_requires_pause
+        self.vocab_size = vocab_size
         self.now = 0.0  # the caller sets it before a call that has no time of its own
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
-        self.weight_version = FIRST_WEIGHT_VERSION
-        self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
-        self.poisoned: str | None = None  # why the weights are unusable and requests rejected; None: usable
+        self.weights = WeightPort(self)
         self.resources = Resources(limits)
         self.new_token_ratio = NewTokenRatio()
         self.cost = CostModel()
@@ -90,15 +86,16 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()  # launched steps without a result, and the one being planned
         # (request, first index, pages): block table entries that the next plan replaces
         self._swaps: list[tuple[Request, int, list[int]]] = []
-        self._commits: dict[str, int] = {}  # version -> how often it was committed
-        self._last_end = 0.0  # when the last step that was applied had ended
+        self._pace = Pace()
         self._step = 0
         self._arrivals = 0
         self.num_decode_steps = 0
+        self.num_flushes = 0  # how often the prefix cache was emptied
         self.totals = Counters()
         self.control = PauseControl(self)
         self._prefill = PrefillPlanner(self, policy or make_policy(limits, self.cost))
         self.handover = Handover(self, num_ranks)
+        self.roles = RoleControl(self, config.role)
 
     # --- the start and the end of requests ---
 
@@ -110,7 +107,7 @@ class Scheduler:
         prompt_len, num_outputs = len(message.prompt) // 4, len(message.outputs) // 4  # ids of 4 bytes
         most_outputs = min(message.params.max_new_tokens, self.limits.max_seq_len - prompt_len)
         try:
-            self._check(message, prompt_len, num_outputs, most_outputs)
+            check_request(self, message, prompt_len, num_outputs, most_outputs)
         except errors.SegueError as error:
             return Rejected(message.rid, type(error).__name__, error.message)
         handoff, hands_over = message.handoff, False
@@ -142,39 +139,6 @@ class Scheduler:
             self.handover.add(request, handoff, now)
         reason = request.end_by_output() if num_outputs else None
         return None if reason is None else self.end(request, reason)
-
-    def _check(self, message: AddRequest, prompt_len: int, num_outputs: int, most_outputs: int) -> None:
-        """Raise the reason why a request cannot be queued, if there is one; lengths are in tokens."""
-        if message.rid in self.requests:
-            raise errors.InvalidRequestError(f"rid {message.rid!r} is in flight; use another")
-        if self.poisoned is not None:
-            raise errors.PoisonedError(
-                f"the weights are poisoned ({self.poisoned}); update all of them, or start again"
-            )
-        if not 1 <= prompt_len < self.limits.max_seq_len:
-            rule = f"must have 1 to {self.limits.max_seq_len - 1}, so that one more token fits the context"
-            raise errors.ContextLengthError(f"the prompt has {prompt_len} tokens, but {rule}")
-        if num_outputs > most_outputs:
-            raise errors.InvalidRequestError(
-                f"the request begins with {num_outputs} output tokens, but may have {most_outputs}; raise "
-                "max_new_tokens, or send fewer"
-            )
-        if self.config.role == "prefill" and message.handoff is None and most_outputs > 1:
-            raise errors.InvalidRequestError(
-                f"this engine's --role is prefill, and the request may have {most_outputs} output tokens; "
-                "send it to another engine, set max_new_tokens to 1, or hand it over (bootstrap_room)"
-            )
-        if self.config.paused_policy == "reject" and (mode := self.control.client_mode) is not None:
-            raise errors.PausedError(
-                f"generation is paused ({mode}), and --paused-policy is reject; retry later"
-            )
-        if message.handoff is not None:
-            self.handover.check(message.handoff)
-        num_waiting = self.num_waiting
-        if num_waiting >= self.config.max_queued_requests:
-            raise errors.OverloadedError(
-                f"{num_waiting} requests wait, the limit set by --max-queued-requests; retry later"
-            )
 
     def abort(self, message: Abort) -> list[Finished]:
         """End one request or all requests; they keep the tokens that they have. Unknown ids are ignored."""
@@ -224,22 +188,6 @@ class Scheduler:
             error=None if error is None else error.__name__,
         )
 
-    def _end_non_finite(self, request: Request, where: str) -> Finished:
-        """End a request whose logits for an output token or a prompt token were not finite.
-
-        The KV that such a request computed is not shared any further, nor is the KV that it found in the
-        prefix cache: the request that computed that KV may have ended before it sampled.
-        """
-        assert request.node is not None
-        self.resources.prefix.hide(request.node)
-        self.totals.non_finite_logits += 1
-        text = (
-            f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "
-            "so there is no token to give. The weights, or the dtype they run in, do not suit this "
-            "prompt: see the server's log"
-        )
-        return self.end(request, "error", message=text, error=errors.NonFiniteLogitsError)
-
     def retract(self, request: Request) -> None:
         """Put a request back into the queue with its tokens but without KV. Nothing may be in flight."""
         assert not self.in_flight
@@ -274,7 +222,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Release its slot, its own pages and its lock on cached ones, once no step in flight uses them."""
         self._swaps = [swap for swap in self._swaps if swap[0] is not request]
-        self.handover.forget(request)
+        self.handover.adoption.forget(request)
         if self.handover.take_over(request):
             self.free_later(slot=request.slot)
         else:
@@ -288,13 +236,28 @@ class Scheduler:
     ) -> None:
         """Free a slot and pages, and unlock a node, once no step in flight uses them."""
         self.resources.pending_free.append(Released(self._step, slot, list(pages), node))
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Free what was released before the oldest step in flight; everything, if no step is in flight."""
         self.resources.settle(self.in_flight[0].plan.step if self.in_flight else self._step + 1)
 
-    # --- planning ---
+    # --- what others ask ---
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the next step runs with."""
+        return self.weights.weight_version
+
+    @property
+    def kv_epoch(self) -> int:
+        """The number of commits of weights so far."""
+        return self.weights.kv_epoch
+
+    @property
+    def kv_identity(self) -> KVIdentity:
+        """The name of the KV that is computed now."""
+        return self.weights.kv_identity
 
     @property
     def num_waiting(self) -> int:
@@ -305,8 +268,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
-            return bool(self.running or self.waiting or self.handover.has_landed)
+            return bool(self.running or self.waiting or self.handover.adoption.has_landed)
         return self.control.runs and self.control.has_started_requests
+
+    # --- planning ---
 
     def plan(self, now: float) -> StepPlan | None:
         """Decide the next step: one token per decoding request, then prefill chunks.
@@ -321,7 +286,7 @@ class Scheduler:
         self.now, self.wake_at = now, None
         if not self.control.runs:
             return None
-        self.handover.adopt(now)
+        self.handover.adoption.adopt(now)
         decoding = [r for r in self.running.values() if r.wants_decode]
         needy = [r for r in decoding if r.launched == r.capacity]  # their next position needs a new page
         preempted = False
@@ -334,17 +299,17 @@ class Scheduler:
             decoding = [r for r in decoding if r.phase is DECODE]
             needy = [r for r in needy if r.phase is DECODE]
         self._step += 1
-        step = Step(StepPlan(self._step), self.weight_version, now)
+        step = Step(StepPlan(self._step), self.weights.weight_version, now)
         self.in_flight.append(step)
         swaps, self._swaps = self._swaps, []  # what this step's own insertions swap goes into the next plan
         step.plan.pages += [(request.slot, first, pages) for request, first, pages in swaps]
-        self.handover.announce(step)
+        self.handover.adoption.announce(step)
         for request, page in zip(needy, self.resources.take_pages(len(needy)), strict=True):
             step.plan.pages.append((request.slot, len(request.pages), [page]))
             request.pages.append(page)
             request.capacity += self.limits.page_size
         step.decode(decoding)
-        self.handover.share()
+        self.handover.adoption.share()
         if not preempted:
             self.handover.grant(now)
         self.wake_at = self._prefill.fill(step, now, admit=not preempted)
@@ -358,23 +323,13 @@ class Scheduler:
         self.new_token_ratio.on_step()
         return step.plan
 
-    def launch_at(self, now: float) -> float:
-        """Returns when the next step should be launched, a little before the oldest in flight is to end.
+    def launched(self, now: float) -> None:
+        """Note that the host has launched the step that was planned last; see :mod:`.pace`."""
+        self._pace.launched(self.in_flight[-1], now)
 
-        A launched step cannot be cancelled, so a pause or a new request has to wait for all that are in
-        flight. Behind a short step the next one is launched at once: the device would wait for the host
-        whenever the end is predicted a little late, and this would cost more than it gains.
-        """
-        step = self.in_flight[0]
-        if not step.work.prompt_tokens or (
-            step.work.tokens < MANY_TOKENS and not step.long_work.prompt_tokens
-        ):
-            return now
-        seconds = self.cost.seconds(step.work)
-        least = LONG_STEP_S
-        if step.long_work.prompt_tokens and self._prefill.policy.expects_short(seconds, now):
-            least = BLOCKING_STEP_S
-        return max(step.planned_at, self._last_end) + seconds - LEAD_S if seconds >= least else now
+    def launch_at(self, now: float) -> float:
+        """Returns when the next step should be launched, behind the oldest in flight; see :mod:`.pace`."""
+        return self._pace.launch_at(self.in_flight[0], self.cost, self._prefill.policy, now)
 
     def _preempt(self, needy: Iterable[Request]) -> bool:
         """Retract running requests until each request of ``needy`` that still runs can have a page.
@@ -404,68 +359,18 @@ class Scheduler:
         """Turn the oldest step's result into tokens and ends; the tokens of ended requests are dropped."""
         self.now = now
         step = self.in_flight.popleft()
-        seconds = now - max(step.planned_at, self._last_end)
-        self._last_end = now
+        seconds = self._pace.ended(step, now)
         self.cost.add(step.work, seconds)
+        self.handover.step_ended(step.plan.step, now)
         self._prefill.policy.ended(step.work, seconds, now)
-        assert step.plan.step == result.step and len(step.sampling) == len(result.tokens)
-        page_size = self.limits.page_size
-        rids: list[str] = []
-        tokens: list[int] = []
-        finished: list[Finished] = []
-        logprobs: dict[str, TokenLogprob] = {}
-        prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-        for request, count in step.prompt_logprobs:
-            if request.phase is FINISHED:
-                continue
-            entries = result.prompt_logprobs[request.slot][:count]
-            if any(isnan(entry.logprob) for entry in entries):
-                finished.append(self._end_non_finite(request, "a prompt token"))
-            else:
-                prompt_logprobs[request.rid] = entries
-                self.handover.prompt_logprobs(request, entries)
-        for index, (request, token) in enumerate(zip(step.sampling, result.tokens, strict=True)):
-            if request.phase is FINISHED:
-                continue
-            if token == NON_FINITE:
-                finished.append(self._end_non_finite(request, f"output token {request.num_outputs + 1}"))
-                continue
-            request.add_token(token, step.version)
-            rids.append(request.rid)
-            tokens.append(token)
-            if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
-                logprobs[request.rid] = entry
-            if (reason := request.end_by_output()) is not None:
-                self.handover.first(request, logprobs.get(request.rid), reason, now)
-                finished.append(self.end(request, reason))
-            # The newest token has no KV yet, so a page is full once there is one token more than it holds.
-            elif len(request.tokens) > (request.num_inserted + 1) * page_size:
-                self.insert_pages(request, len(request.tokens) - 1)
-        self._settle()
-        long = [request.rid for request in step.came_long if request.rid in rids] if step.came_long else []
-        totals = self.totals
-        totals.output_tokens += len(tokens)
-        totals.padded_tokens += result.padded_tokens
-        if result.graph is not None:
-            totals.graph_hits[result.graph] = totals.graph_hits.get(result.graph, 0) + 1
-        if result.eager is not None:
-            totals.eager_steps[result.eager] = totals.eager_steps.get(result.eager, 0) + 1
-        return self.output(
-            rids=rids,
-            tokens=tokens,
-            finished=finished,
-            step_seconds=result.seconds,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            long=long,
-        )
+        return take_result(self, step, result, now)
 
     def insert_pages(self, request: Request, computed: int) -> None:
         """Insert the full pages among the first ``computed`` positions into the prefix cache.
 
         If the cache already has a page with the same tokens, the request uses that one and frees its own.
         """
-        if self.config.disable_prefix_cache or request.kv_epoch != self.kv_epoch:
+        if self.config.disable_prefix_cache or request.kv_epoch != self.weights.kv_epoch:
             return  # all pages of a cached path have the KV of one epoch
         size, first = self.limits.page_size, request.num_inserted
         node, pages, given_back = request.node, request.pages, list[int]()
@@ -514,42 +419,10 @@ class Scheduler:
         prefix = self.resources.prefix
         count = prefix.num_evictable
         self.resources.free(prefix.evict(count))
+        self.num_flushes += 1
         self.new_token_ratio = NewTokenRatio()
         self.num_decode_steps = 0
         return count * self.limits.page_size
-
-    # --- for weight updates, which see the scheduler as a `Port` (`weight_update.control.state_machine`) ---
-
-    @property
-    def kv_identity(self) -> KVIdentity:
-        """The name of the KV that is computed now."""
-        return KVIdentity(self.weight_version, self._commits.get(self.weight_version, 0))
-
-    @property
-    def stands_still(self) -> bool:
-        return self.control.state is PauseState.PAUSED
-
-    def hold(self, mode: PauseMode) -> int:
-        self.control.hold("weight_commit", mode)
-        return len(self.running)
-
-    def release(self) -> None:
-        self.control.release("weight_commit")
-
-    def commit(self, version: str | None, *, flush_cache: bool) -> None:
-        """Serve new weights. Requests keep their KV, but it is not shared any more.
-
-        Without a ``version`` its name is the next number, or the epoch if the old name is no number.
-        """
-        assert not self.in_flight, "weights change between steps"
-        self.kv_epoch += 1
-        old, before = self.weight_version, self.kv_identity
-        is_number = old.isascii() and old.isdigit()
-        self.weight_version = version or str(int(old) + 1 if is_number else self.kv_epoch)
-        self._commits[self.weight_version] = self._commits.get(self.weight_version, 0) + 1
-        self.handover.committed(before, self.kv_identity)
-        if flush_cache:
-            self.forget_cache()
 
 
 # What a request gives back when it ends or is retracted, by the phase that it leaves.
