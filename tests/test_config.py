@@ -134,3 +134,9 @@ def test_two_names_of_the_role_may_not_contradict_each_other(options: dict[str, 
     with pytest.raises(ConfigError) as raised:
         EngineConfig.create({}, **options)
     assert words in raised.value.message and raised.value.param == "disaggregation_mode"
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "register_key"])
+def test_a_key_with_the_line_break_of_its_file_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: the key begins or ends with white space"):
+        EngineConfig.create({f"SEGUE_{name.upper()}": "secret\n"})

@@ -15,7 +15,10 @@ DISAGG = (
     *("frames", "handshake", "layout", "machine", "peers"),
     *("lease", "lease_machine", "leases", "offer", "offer_machine", "offers"),
 )
-ROUTER = ("breaker", "candidates", "choice", "decide", "fleet", "index")  # its pure modules
+ROUTER = (  # its pure modules
+    *("attempts", "breaker", "candidates", "choice", "decide", "fleet", "frames", "index", "prompts"),
+    *("records", "splice"),
+)
 
 PROGRAM = """
 import importlib, sys
@@ -62,6 +65,13 @@ def test_the_decisions_of_a_router_load_no_engine() -> None:
     rooms = ("worker", "scheduler", "model_runner", "launch", "frontend", "server")
     assert "segue.laps.cost" in loaded
     assert not loaded & {"torch", "zmq", "asyncio", *(f"segue.{room}" for room in rooms)}
+
+
+def test_a_router_loads_no_engine() -> None:
+    loaded = loaded_by(["segue.router.lifecycle"])
+    rooms = ("worker", "scheduler", "model_runner", "launch", "frontend.tokenizer")
+    assert "segue.router.relay" in loaded
+    assert not loaded & {"torch", "transformers", "zmq", *(f"segue.{room}" for room in rooms)}
 
 
 def test_the_check_sees_a_module_that_needs_torch() -> None:

@@ -10,12 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from segue.bootstrap_hosts import parse_entries
 from segue.errors import ConfigError
-from segue.options import OptionAlias, Options, option, parse_list, parse_sizes
+from segue.options import (
+    OptionAlias,
+    Options,
+    check_key,
+    check_url,
+    option,
+    parse_list,
+    parse_sizes,
+    parse_urls,
+)
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Role = Literal["both", "prefill", "decode"]
+TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
@@ -176,7 +187,7 @@ class EngineConfig(Options):
     laps_max_blocking_ms: float | None = _scheduling(
         None,
         "LAPS: milliseconds that a step may take for a chunk of a long prompt while short ones wait or are "
-        "likely to come; default: 250 on CPU, 30 on CUDA.",
+        "likely to come; default: 250 on CPU, 60 on CUDA.",
         minimum=1.0,
     )
     laps_window_ms: float = _scheduling(
@@ -193,8 +204,8 @@ class EngineConfig(Options):
 
     role: Role = _disaggregation(
         "both",
-        "Work of this engine: 'prefill': it computes prompts and hands their KV over; 'decode': it also "
-        "takes over KV that other engines have computed.",
+        "Work of this engine: 'prefill': it computes prompts and hands their KV over; 'decode': it takes KV "
+        "over and generates, and also serves whole requests; 'both': it serves whole requests alone.",
         alias=OptionAlias(
             name="disaggregation_mode",
             values={"null": "both", "prefill": "prefill", "decode": "decode"},
@@ -202,21 +213,54 @@ class EngineConfig(Options):
     )
     disaggregation_bootstrap_port: int = _disaggregation(
         8998,
-        "Port, on --host, where a prefill engine hands KV over; 0: any free one.",
+        "Port, on --host, where a prefill engine accepts connections of decode engines; 0: any free one.",
         minimum=0,
         maximum=65535,
+    )
+    disaggregation_bootstrap_hosts: str | None = _disaggregation(
+        None,
+        "Hosts, addresses and networks, separated by commas, of the prefill engines that a decode engine may "
+        "connect to, which requests name as bootstrap_host, and a router's legs as their peer; an entry with "
+        "a port, like prefill-1.lan:8998, allows only that one. '*': any host. Default: loopback addresses "
+        "and --host.",
+        check=parse_entries,
+    )
+    pd_checksum: bool = _disaggregation(
+        False,
+        "A prefill engine sends a checksum of each page of KV, which the decode engine compares; pages that "
+        "differ are not used, and the prompt is computed again.",
     )
     pd_key: str | None = _disaggregation(
         None,
         "Key that prefill and decode engines share; needed unless both ends are on a loopback address.",
     )
+    pd_transport: TransportChoice = _disaggregation(
+        "auto",
+        "How KV gets from engine to engine: 'shm': shared memory of one host; 'cuda_ipc': from GPU to GPU of "
+        "one host; 'nixl': RDMA or TCP, also between hosts; 'auto': 'shm' on CPUs, 'cuda_ipc' on GPUs, and "
+        "also 'nixl' if --pd-key is given and NIXL is installed (pip install 'segue[nixl]').",
+    )
+    register: str | None = _server(
+        None,
+        "URLs of routers at which this server registers itself, every 5 s for as long as it serves.",
+        check=parse_urls,
+    )
+    register_key: str | None = _server(None, "Admin key of the routers of --register.", check=check_key)
+    register_url: str | None = _server(
+        None,
+        "URL at which the routers of --register reach this server; default: --port at --host, or at the "
+        "address that this machine has towards the router if --host stands for all addresses.",
+        check=check_url,
+    )
 
     host: str = _server("127.0.0.1", "Host name or address to listen on.")
     port: int = _server(30000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
     api_key: str | None = _server(
-        None, "Key that clients must send as a bearer token; default: no key is needed."
+        None, "Key that clients must send as a bearer token; default: no key is needed.", check=check_key
     )
-    admin_api_key: str | None = _server(None, "Key that the control routes need; default: --api-key.")
+    admin_api_key: str | None = _server(
+        None, "Key that the control routes need; default: --api-key.", check=check_key
+    )
     open_metrics: bool = _server(False, "Answer /metrics without a key, like the health routes.")
     allowed_hosts: str | None = _server(
         None,

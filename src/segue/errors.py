@@ -51,6 +51,18 @@ class TensorParallelError(ConfigError):
     """The tensor-parallel size does not fit the model, the devices or another option."""
 
 
+class ClusterSizeError(ConfigError):
+    """Workers in these numbers, per role, cannot serve requests."""
+
+
+class DeviceCountError(ConfigError):
+    """The machine has fewer GPUs than the workers of a cluster need."""
+
+
+class ChildStartError(SegueError, status=503):
+    """A process of a cluster, or of its router, ended before it was ready for the first time."""
+
+
 class ModelFileError(ConfigError):
     """A model file is missing, truncated or corrupt, or does not fit its config."""
 
@@ -95,6 +107,14 @@ def invalid_value(param: str, value: Any, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param}={short_repr(value)}: {rule}", param=param)
 
 
+class WrongRoleError(InvalidRequestError, code="wrong_role"):
+    """The request, or the part of it, is for an engine with another ``--role``."""
+
+
+class StaleEpochError(SegueError, status=503, code="stale_epoch"):
+    """An engine's epoch is not the newest of its cohort, or a leg names another epoch than its engine has."""
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
@@ -123,6 +143,26 @@ class NoWorkerError(SegueError, status=503, type="overloaded_error", code="no_wo
     """A router has no worker, or no pair of workers, that can take the request; the message says why."""
 
 
+class UnknownWorkerError(SegueError, status=404, type="invalid_request_error", code="worker_not_found"):
+    """The request names a worker that the router does not have."""
+
+
+class RoleChangedError(SegueError, status=503, type="overloaded_error", code="wrong_role"):
+    """The engine's role changes or has changed, and it does not take this request any more."""
+
+
+class RoleChangeError(SegueError, status=409, type="invalid_request_error", code="role_not_changed"):
+    """The engine's role could not be changed, and is what it was."""
+
+
+class WorkersFailedError(SegueError, status=502, code="workers_failed"):
+    """An operation that a router sends to all workers failed at one or more of them."""
+
+
+class SeveralWorkersError(SegueError, status=400, type="invalid_request_error", code="several_workers"):
+    """A router of several workers does not take this request; each worker has to get it from the client."""
+
+
 class WeightSyncError(SegueError, status=400, type="invalid_request_error", code="weight_sync_failed"):
     """A step of a weight update cannot be done. The served weights did not change."""
 
@@ -136,7 +176,11 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
 
 
 class SharedMemoryError(SegueError):
-    """Memory that another process shares cannot be mapped, or that process cannot be watched."""
+    """Shared memory of another process cannot be mapped, or that process cannot be watched."""
+
+
+class CUDADriverError(SegueError):
+    """A call of the CUDA driver has failed."""
 
 
 class TransportError(SegueError, code="kv_transport_failed"):
@@ -160,7 +204,7 @@ class HandoverError(SegueError, status=503, code="kv_peer_lost"):
 
 
 class KVCapacityLostError(SegueError, status=503, code="kv_capacity_lost"):
-    """A request cannot go on, as a lost worker may still write to the pages that it needs."""
+    """A request cannot go on, because a lost prefill worker may still write to the pages that it needs."""
 
 
 class DrainingError(SegueError, status=503, code="draining"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 from pathlib import Path
 
 from segue.errors import OutOfMemoryError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEEP_BYTES = 1 << 30
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def freeze_heap() -> None:
@@ -32,6 +34,15 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+
+
+def wake_at_parents_end() -> None:
+    """Let this process go on when its parent ends, if it is stopped then.
+
+    A stopped process sees nothing of its parent's end. It would keep its memory for ever, and other workers
+    would keep what it may still write to. A process that runs is not affected.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def free_cpu_memory(root: Path = Path("/")) -> int:
@@ -71,6 +82,11 @@ def read_number(file: Path, name: str) -> int | None:
         if key.rstrip(":") == name:
             return int(values[0])
     return None
+
+
+def boot_id(root: Path = Path("/")) -> str:
+    """Return what names this start of the machine; "" where the kernel does not tell."""
+    return "".join(_lines(root / "proc/sys/kernel/random/boot_id")).strip()
 
 
 def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import closing
 
 from segue.errors import ConfigError
 
@@ -44,10 +45,41 @@ def listen(listener: socket.socket, *, port_option: str = "--port") -> None:
         raise _refusal(error, host, port, port_option) from None
 
 
+def sibling(listener: socket.socket) -> socket.socket:
+    """Return a further socket at the address of a bound one that itself never listens.
+
+    Among siblings that listen, the kernel spreads new connections evenly and at random; those of a process
+    that ends go to the others from then on. Processes that are no siblings, and those of other users, cannot
+    take the port meanwhile.
+
+    Raises:
+        OSError: the kernel allows no further socket there.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    other = socket.socket(listener.family, listener.type, listener.proto)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(listener.getsockname())
+    except OSError:
+        other.close()
+        raise
+    return other
+
+
 def url_of(listener: socket.socket) -> str:
     """The base URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def own_address(host: str, port: int) -> str:
+    """The address at which ``host`` can reach this machine, an IPv4 one if possible."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+    with closing(socket.socket(family, kind)) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _refusal(error: Exception, host: str, port: int, option: str) -> ConfigError:

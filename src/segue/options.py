@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, Protocol, Self, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from segue.errors import ConfigError
 
@@ -44,6 +45,18 @@ def option(
     return field(**{"default_factory" if callable(default) else "default": default}, metadata=metadata)
 
 
+class OptionSet(Protocol):
+    """Options of a command: those of one class, or a choice from several."""
+
+    @classmethod
+    def listed(cls) -> Sequence[tuple[Field[Any], Any]]:
+        """Return each option with its declared type."""
+
+    @classmethod
+    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """Build the options from those that were given, the environment and the defaults."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The base of a frozen dataclass whose fields are made by :func:`option`; its values are checked."""
@@ -59,6 +72,12 @@ class Options:
             _check(name, value, hints[name], each.metadata)
             if check is not None and value is not None:
                 check(value, name)
+
+    @classmethod
+    def listed(cls) -> list[tuple[Field[Any], Any]]:
+        """Return each option with its declared type."""
+        hints = get_type_hints(cls)
+        return [(each, hints[each.name]) for each in fields(cls)]
 
     @classmethod
     def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
@@ -77,11 +96,21 @@ class Options:
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
         found = {
-            name: parse(given[variable], kinds[name], variable)
+            name: parse(given[variable(name)], kinds[name], variable(name))
             for name in known
-            if (variable := f"SEGUE_{name.upper()}") in given
+            if variable(name) in given
         }
         return cls(**{**_by_own_names(found, aliases), **_by_own_names(options, aliases)})
+
+
+def spelling(name: str) -> str:
+    """Return an option's name as a flag."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable(name: str) -> str:
+    """Return the environment variable that sets an option."""
+    return f"SEGUE_{name.upper()}"
 
 
 def _by_own_names(options: Mapping[str, Any], aliases: Mapping[str, OptionAlias]) -> dict[str, Any]:
@@ -120,6 +149,43 @@ def parse_sizes(text: str, name: str) -> list[int]:
             f"{name}={text!r}: expected numbers from 1 on, separated by commas or spaces", param=name
         )
     return [int(part) for part in parts]
+
+
+def parse_urls(text: str, name: str) -> list[str]:
+    """Return the URLs of an option like "http://gpu-1:30000,http://gpu-2:30000", without a slash at the end.
+
+    Raises:
+        ConfigError: an entry is not the URL of a server.
+    """
+    urls = [part.rstrip("/") for part in re.split(r"\s*,\s*|\s+", text.strip())]
+    for url in urls:
+        check_url(url, name)
+    return urls
+
+
+def check_url(url: str, name: str) -> None:
+    """Raise ConfigError unless this is the URL of a server, without a path."""
+    try:
+        parts = urlsplit(url)
+        is_valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port is no number
+        is_valid = False
+    if (
+        not is_valid
+        or url not in (f"http://{parts.netloc}", f"https://{parts.netloc}")
+        or "@" in parts.netloc
+    ):
+        raise ConfigError(f"{name}={url!r}: expected a server's URL, like http://gpu-1:30000", param=name)
+
+
+def check_key(key: str, name: str) -> None:
+    """Raise ConfigError if no request could carry a key, such as one with the line break of its file.
+
+    The error does not show the key.
+    """
+    if key != key.strip() or not key.isprintable():
+        text = "the key begins or ends with white space, or has a line break or another control character"
+        raise ConfigError(f"{name}: {text}; give it without", param=name)
 
 
 def parse_list(text: str, name: str, separator: str = ",") -> list[str]:

@@ -77,7 +77,8 @@ def test_prompts_of_a_batch_have_values_of_their_own_or_in_common(requests: Any)
 @pytest.mark.parametrize(
     ("changes", "param", "words"),
     [
-        ({"bootstrap_port": None}, "bootstrap_port", "bootstrap_port is missing; give all"),
+        ({"bootstrap_host": None}, "bootstrap_host", "bootstrap_host is missing; give bootstrap_host and"),
+        ({"bootstrap_room": None}, "bootstrap_room", "bootstrap_room is missing"),
         ({"bootstrap_host": None, "bootstrap_room": None}, "bootstrap_host", "bootstrap_host is missing"),
         ({"bootstrap_room": [1, 2]}, "bootstrap_room", "has 2 values for 1 prompts; give one each"),
         ({"bootstrap_port": []}, "bootstrap_port", "has 0 values for 1 prompts"),
@@ -104,6 +105,14 @@ def test_no_two_prompts_may_have_one_room(requests: Any) -> None:
     for room in (7, [7, 7]):
         with pytest.raises(InvalidRequestError, match="every prompt needs a bootstrap_room of its own"):
             requests(2, **WHERE | {"bootstrap_room": room})
+
+
+@with_batches
+@pytest.mark.parametrize("port", [None, [None, None]])
+def test_a_balancers_warm_up_has_no_port_and_perhaps_one_room(requests: Any, port: Any) -> None:
+    where = {"bootstrap_host": ["2.2.2.2"] * 2, "bootstrap_port": port, "bootstrap_room": [0, 0]}
+    made = [request.bootstrap for request in requests(2, **where)]
+    assert made == [Bootstrap(host="2.2.2.2", port=None, room=0)] * 2
 
 
 def test_an_openai_body_still_refuses_what_it_does_not_know() -> None:

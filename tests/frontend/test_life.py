@@ -19,6 +19,8 @@ def test_each_state_has_its_trouble() -> None:
     assert isinstance(life_of().trouble, EngineStartError)
     assert life_of(LifeState.ACTIVE).trouble is None
     assert isinstance(life_of(LifeState.ACTIVE, LifeState.DRAINING).trouble, DrainingError)
+    assert isinstance(life_of(LifeState.ACTIVE, LifeState.DRAINED).trouble, DrainingError)
+    assert life_of(LifeState.ACTIVE, LifeState.DRAINED, LifeState.ACTIVE).trouble is None
     assert life_of(LifeState.DEAD).trouble is GONE
 
 

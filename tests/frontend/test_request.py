@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from segue.errors import EngineDeadError
+from segue.errors import EngineDeadError, InvalidRequestError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import SamplingOptions
@@ -28,7 +28,8 @@ def generation(*states: RequestState) -> Generation:
 
 
 def ended(count: int, reason: FinishReason = "length", **fields: Any) -> Finished:
-    return Finished(rid="r", reason=reason, num_tokens=count, prompt_tokens=1, cached_tokens=0, **fields)
+    fields = {"prompt_tokens": 1, "cached_tokens": 0} | fields
+    return Finished(rid="r", reason=reason, num_tokens=count, **fields)
 
 
 def push(state: RequestState, *tokens: int) -> list[bool]:
@@ -185,5 +186,25 @@ def test_outputs_may_end_in_the_stop_token_which_is_not_text() -> None:
 
 
 def test_outputs_have_a_logprob_each_if_they_were_requested() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(InvalidRequestError, match="2 tokens have 1 logprobs; the reply needs one"):
         make(logprobs=0).prime([1, 2], [TokenLogprob(1, -1.0)])
+
+
+def test_nothing_is_new_of_a_request_whose_end_the_client_has() -> None:
+    before, running = make(stop=("two three and",)), make()
+    before.prime([1, 2], [], ended(2, "abort", cached_tokens=7))
+    push(running, 3)
+    running.finish(ended(1))
+    both = generation(before, running)
+
+    async def read() -> list[tuple[int, str]]:
+        return [(index, output.text) async for index, output in both.updates()]
+
+    assert asyncio.run(read()) == [(1, "three ")]
+    assert [(end.reason, end.cached_tokens) for end in both.ends] == [("abort", 7), ("length", 0)]
+    assert [output.text for output in asyncio.run(both.outputs())] == ["one two ", "three "]
+
+
+def test_an_end_belongs_to_all_tokens_of_its_output() -> None:
+    with pytest.raises(InvalidRequestError, match="has ended after 3 tokens, but has 2; send all of them"):
+        make().prime([1, 2], [], ended(3))

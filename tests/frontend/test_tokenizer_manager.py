@@ -14,12 +14,14 @@ import pytest
 from msgspec import structs
 
 from segue.api.native import NativeReplies, parse_call
+from segue.bootstrap_hosts import BootstrapHosts
 from segue.errors import (
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     NonFiniteLogitsError,
     OverloadedError,
+    RoleChangedError,
     SegueError,
 )
 from segue.frontend.life import Life, LifeState
@@ -83,7 +85,13 @@ class Bench:
         self.life = Life()
         self.life.advance(LifeState.ACTIVE)
         self.manager = TokenizerManager(
-            tokenizer, ready, self.sent.append, life=self.life, max_queued_requests=max_queued_requests
+            tokenizer,
+            ready,
+            self.sent.append,
+            life=self.life,
+            max_queued_requests=max_queued_requests,
+            bootstrap_hosts=BootstrapHosts("10.0.0.1,fd00::/8", "127.0.0.1"),
+            bootstrap_port=8998,
         )
 
     async def submit(self, request: GenerateRequest) -> Generation:
@@ -672,20 +680,50 @@ def test_a_prompt_that_this_engine_cannot_hand_over_leaves_nothing_behind(bench:
     run(work())
 
 
+def test_an_engine_that_hands_no_kv_over_any_more_has_the_sender_try_another_one(bench: Bench) -> None:
+    async def work() -> None:
+        bench.manager.ready = structs.replace(bench.manager.ready, role="decode")
+        where = {"bootstrap_host": "10.0.0.1", "bootstrap_room": 7}
+        with pytest.raises(RoleChangedError, match="bootstrap_room=7: this engine's role has changed"):
+            await bench.manager.submit(parse_call({"input_ids": [65], **where}, 10).requests)
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("role", "host", "handoff"),
     [
         ("prefill", "10.0.0.1", Handoff(id=7, part="prefill")),
         ("decode", "10.0.0.1", Handoff(id=7, part="decode", peer="10.0.0.1:8998", whole=True)),
         ("decode", "fd00::1", Handoff(id=7, part="decode", peer="[fd00::1]:8998", whole=True)),
+        ("decode", "[fd00::1]", Handoff(id=7, part="decode", peer="[fd00::1]:8998", whole=True)),
+        ("decode", "2.2.2.2", None),
+        ("prefill", "2.2.2.2", None),
+        ("both", "2.2.2.2", None),
     ],
 )
-def test_an_engine_does_the_part_of_its_role(bench: Bench, role: Any, host: str, handoff: Handoff) -> None:
+def test_an_engine_does_the_part_of_its_role(
+    bench: Bench, role: Any, host: str, handoff: Handoff | None
+) -> None:
     async def work() -> None:
-        bench.manager.ready = structs.replace(bench.manager.ready, role=role)
-        where = {"bootstrap_host": host, "bootstrap_port": 8998, "bootstrap_room": 7}
+        bench.manager.role = role
+        where = {"bootstrap_host": host, "bootstrap_port": None, "bootstrap_room": 7}
         await bench.manager.submit(parse_call({"input_ids": [65], **where}, 10).requests)
         (message,) = bench.sent
         assert isinstance(message, AddRequest) and message.handoff == handoff
+        is_warm_up = handoff is None and role == "prefill"
+        assert (message.params.max_new_tokens == 1) is is_warm_up, "nobody would take the rest over"
+
+    run(work())
+
+
+def test_a_host_that_the_operator_has_not_allowed_is_refused(bench: Bench) -> None:
+    async def work() -> None:
+        bench.manager.role = "decode"
+        where = {"bootstrap_host": ["10.0.0.1", "10.0.0.2"], "bootstrap_room": [7, 8]}
+        with pytest.raises(InvalidRequestError, match=r"bootstrap_host='10\.0\.0\.2'"):
+            await bench.manager.submit(parse_call({"input_ids": [[65], [66]], **where}, 10).requests)
+        bench.manager.role = "prefill"  # it connects to nobody
+        await bench.manager.submit(parse_call({"input_ids": [[65], [66]], **where}, 10).requests)
 
     run(work())

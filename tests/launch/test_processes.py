@@ -16,7 +16,6 @@ from segue.launch.processes import (
     WORKER_COMMAND,
     WorkerProcesses,
     cgroup_cores,
-    describe_exit,
     make_run_dir,
     usable_cores,
     worker_environment,
@@ -159,13 +158,6 @@ def test_the_run_directory_is_private_and_its_sockets_fit(
         run_dir.rmdir()
         long.rmdir()
         long.parent.rmdir()
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL, perhaps"), (-11, "SIGSEGV")]
-)
-def test_exit_codes_in_words(code: int, words: str) -> None:
-    assert words in describe_exit(code)
 
 
 def test_a_worker_that_starts_after_its_run_directory_was_removed_ends_silently(tmp_path: Path) -> None:

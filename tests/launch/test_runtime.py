@@ -8,7 +8,13 @@ import pytest
 
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
-from segue.errors import EngineDeadError, EngineStartError, OutOfMemoryError, TensorParallelError
+from segue.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineStartError,
+    OutOfMemoryError,
+    TensorParallelError,
+)
 from segue.frontend.life import LifeState
 from segue.launch.runtime import Runtime
 from segue.messages.control import StartFailed
@@ -68,6 +74,27 @@ def test_a_runtime_alone_moves_its_life(tiny_model: Path) -> None:
         assert runtime.life.state is LifeState.DEAD
         assert runtime.life.error is runtime.died.result()
         assert runtime.died.result().message == "worker rank 0 ended"
+
+    run(tiny_model, work)
+
+
+def test_an_operator_drains_an_active_engine_and_ends_that(tiny_model: Path) -> None:
+    async def work(runtime: Runtime) -> None:
+        with pytest.raises(EngineStartError):
+            runtime.set_drained(True)
+        runtime.life.advance(LifeState.ACTIVE)
+        for drained, state in (
+            (True, LifeState.DRAINED),
+            (True, LifeState.DRAINED),
+            (False, LifeState.ACTIVE),
+        ):
+            runtime.set_drained(drained)
+            assert runtime.life.state is state
+        runtime.set_drained(True)
+        runtime.drain()
+        with pytest.raises(DrainingError, match="the server is shutting down"):
+            runtime.set_drained(False)
+        runtime._ready.set_exception(EngineStartError("unused"))
 
     run(tiny_model, work)
 

@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.leg_fleet import MODEL, Fleet
 from tests.server.live import LiveServer
-
-MODEL = "tiny-model"
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +23,20 @@ def shared_server(tiny_model: Path) -> Iterator[LiveServer]:
 def server(shared_server: LiveServer) -> Iterator[LiveServer]:
     yield shared_server
     shared_server.assert_nothing_left()
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tiny_model: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tiny_model)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
+    yield shared_fleet
+    for server in (shared_fleet.prefill, shared_fleet.one, shared_fleet.two):
+        server.assert_nothing_left()
 
 
 class Api:

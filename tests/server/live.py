@@ -1,11 +1,12 @@
-"""The real HTTP server on a real socket, in a thread of the test process, with the fake worker."""
+"""The real HTTP server on a real socket, in a thread of the test process, with the fake or a real worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -16,23 +17,33 @@ from segue.listener import bind, url_of
 from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connections import ConnectionLimits
-from segue.server.lifecycle import HttpServer
+from segue.server.http_server import HttpServer
 from tests.support.fake_engine import FAKE_WORKER
+
+T = TypeVar("T")
 
 
 class LiveServer:
     """A running server; it stops when the ``with`` block is left."""
 
     def __init__(
-        self, model: Path, *, started: bool = True, limits: ConnectionLimits | None = None, **options: Any
+        self,
+        model: Path,
+        *,
+        started: bool = True,
+        real: bool = False,
+        limits: ConnectionLimits | None = None,
+        **options: Any,
     ) -> None:
+        """Start the server; with ``real``, over a scheduler in a thread that runs the model."""
         self.config = EngineConfig.create(
             model=str(model), load_format="dummy", port=0, log_level="error", **options
         )
         self._thread = LoopThread("test-server")
         self.app = create_app(self.config)
         if started:
-            self.app.state.runtime = self._thread.call(Runtime.start(self.config, command=FAKE_WORKER))
+            start = Runtime.start(self.config, embedded=real, command=FAKE_WORKER)
+            self.app.state.runtime = self._thread.call(start)
         listener = bind(self.config.host, self.config.port)
         self.url = url_of(listener)
         limits = limits or ConnectionLimits.of_this_process(self.config.max_body_mib)
@@ -57,6 +68,10 @@ class LiveServer:
     def runtime(self) -> Runtime:
         runtime: Runtime = self.app.state.runtime
         return runtime
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of a coroutine that runs on the server's event loop."""
+        return self._thread.call(work)
 
     def assert_nothing_left(self) -> None:
         """Waits until no request is in flight; asserts that every slot and page is accounted for."""

@@ -341,6 +341,22 @@ def test_the_soft_limit_of_open_files_is_raised_as_far_as_needed(
     assert was_set == ([] if raised is None else [(raised, hard)])
 
 
+def test_connections_that_need_several_open_files_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 298), (12, 1), (1 << 20, 8192)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert ConnectionLimits.of_this_process(16, descriptors_each=3).max_connections == most
+
+
+def test_the_soft_limit_is_raised_for_connections_that_need_several_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    was_set = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: was_set.append(both))
+    raise_descriptor_limit(descriptors_each=3)
+    assert was_set == [(3 * 8192 + 128, 1 << 20)]
+
+
 def test_the_limit_of_body_bytes_follows_from_the_largest_body() -> None:
     assert ConnectionLimits.of_this_process(16).body_bytes == 64 * MIB
     assert ConnectionLimits.of_this_process(100).body_bytes == 400 * MIB

@@ -6,6 +6,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from segue.disagg.lease import LeaseState
 from segue.messages.control import HandoverCounters
 from segue.server.metrics import _handover_metrics, _metric
 from tests.server.conftest import MODEL, Api
@@ -90,7 +91,7 @@ def test_metrics_of_handing_kv_over(tiny_model: Path) -> None:
         (state,) = server.client.get("/server_info").json()["internal_states"]
     assert values["pd_offers:open"] == 1 and values["pd_offers:claimed"] == values["pd_offers:sending"] == 0
     assert {name for name in values if name.startswith("pd_leases")} == {
-        f"pd_leases:{state}" for state in ("claimed", "queued", "granted", "landed", "revoked", "quarantined")
+        f"pd_leases:{each.name.lower()}" for each in LeaseState if each is not LeaseState.ENDED
     }
     for name in ("handed_over", "adopted", "recomputed_total:expired", "failed_total:transport"):
         assert values[f"pd_{name}" if ":" in name else f"pd_{name}_total"] == 0

@@ -22,22 +22,22 @@ BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 100, "ignore_eos": True}
 NATIVE = {"text": "abc", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
 
 
-@pytest.fixture
-def full(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> Iterator[LiveServer]:
+@pytest.fixture(scope="module")
+def full(tiny_model: Path, wait_until: Any) -> Iterator[LiveServer]:
     """A server with two running and three waiting requests, the maximum of both."""
-    monkeypatch.setenv("FAKE_STEP_S", str(STEP_S))
-    with (
-        ThreadPoolExecutor(5) as pool,
-        LiveServer(tiny_model, max_queued_requests=3, max_running_requests=2) as server,
-    ):
-        hold = partial(pool.submit, httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=60)
-        held = [hold(), hold()]
-        wait_until(lambda: server.runtime.manager.stats.counters.num_running == 2)
-        held += [hold(), hold(), hold()]
-        wait_until(lambda: server.runtime.manager.num_requests == 5)
-        yield server
-        server.client.post("/abort_request", json={"abort_all": True})
-        assert [each.result(30).status_code for each in held] == [200] * 5
+    with ThreadPoolExecutor(5) as pool, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FAKE_STEP_S", str(STEP_S))
+        server = LiveServer(tiny_model, max_queued_requests=3, max_running_requests=2)
+        environment.undo()  # the other server of this module takes short steps
+        with server:
+            hold = partial(pool.submit, httpx.post, f"{server.url}/v1/completions", json=BODY, timeout=60)
+            held = [hold(), hold()]
+            wait_until(lambda: server.runtime.manager.stats.counters.num_running == 2)
+            held += [hold(), hold(), hold()]
+            wait_until(lambda: server.runtime.manager.num_requests == 5)
+            yield server
+            server.client.post("/abort_request", json={"abort_all": True})
+            assert [each.result(30).status_code for each in held] == [200] * 5
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class AsgiClient:
 def stream_to(
     client: AsgiClient, events: AsyncGenerator[bytes, None], closed: list[bool]
 ) -> asyncio.Task[None]:
-    stream = EventStream(events, lambda error: {}, lambda: closed.append(True))
+    stream = EventStream(events, lambda error: b"", lambda: closed.append(True))
     return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from segue.bootstrap_hosts import FAKE_HOST
 from segue.errors import InvalidRequestError, invalid_value
 from segue.frontend.request import Bootstrap
 
@@ -22,10 +23,10 @@ BOOTSTRAP_RULES = {
 
 
 class BootstrapFields(Struct, frozen=True, kw_only=True):
-    """A body's fields: all or none of them; a list has one value per prompt."""
+    """A body's fields: host and room, or none of them; a list has one value per prompt."""
 
     bootstrap_host: str | list[str] | None = None  # of the prefill engine
-    bootstrap_port: int | list[int] | None = None  # its --disaggregation-bootstrap-port
+    bootstrap_port: int | list[int | None] | None = None  # its port, by default this engine's own option
     bootstrap_room: int | list[int] | None = None  # 63 bits that no other prompt has
 
 
@@ -40,11 +41,11 @@ def bootstraps(body: BootstrapFields, count: int) -> Sequence[Bootstrap | None]:
         "bootstrap_port": body.bootstrap_port,
         "bootstrap_room": body.bootstrap_room,
     }
-    missing = [name for name, value in fields.items() if value is None]
-    if len(missing) == len(fields):
+    missing = [name for name in ("bootstrap_host", "bootstrap_room") if fields[name] is None]
+    if len(missing) == 2 and body.bootstrap_port is None:
         return [None] * count
     if missing:
-        text = f"{missing[0]} is missing; give all bootstrap fields or none"
+        text = f"{missing[0]} is missing; give bootstrap_host and bootstrap_room, or no bootstrap field"
         raise InvalidRequestError(text, param=missing[0])
     columns: list[list[Any]] = []
     for name, value in fields.items():
@@ -55,10 +56,11 @@ def bootstraps(body: BootstrapFields, count: int) -> Sequence[Bootstrap | None]:
         columns.append(column)
     hosts, ports, rooms = columns
     for port, room in zip(ports, rooms, strict=True):
-        if not 0 < port <= 65535:
+        if port is not None and not 0 < port <= 65535:
             raise invalid_value("bootstrap_port", port, "must be between 1 and 65535")
         if not 0 <= room < 1 << 63:
             raise invalid_value("bootstrap_room", room, "must be between 0 and 2**63 - 1")
-    if len(set(rooms)) != count:
+    used = [room for host, room in zip(hosts, rooms, strict=True) if host != FAKE_HOST]
+    if len(set(used)) != len(used):
         raise InvalidRequestError("every prompt needs a bootstrap_room of its own", param="bootstrap_room")
     return [Bootstrap(host=h, port=p, room=r) for h, p, r in zip(hosts, ports, rooms, strict=True)]

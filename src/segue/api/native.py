@@ -101,8 +101,10 @@ class NativeCall:
     text_in_logprobs: bool
 
 
-def parse_call(body: Any, max_prompts: int) -> NativeCall:
+def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> NativeCall:
     """Check a body and split it into requests, at most ``max_prompts``.
+
+    ``reply_id`` takes the place of random ids, where the client gave none.
 
     Raises:
         InvalidRequestError: a wrong or missing field.
@@ -114,7 +116,7 @@ def parse_call(body: Any, max_prompts: int) -> NativeCall:
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param, value = ("text", call.text) if call.input_ids is None else ("input_ids", call.input_ids)
     prompts, batched = prompts_of(value, param, RULES, max_prompts)
-    rids, batch_id = _rids(call.rid, len(prompts), batched)
+    rids, batch_id = _rids(call.rid, len(prompts), batched, reply_id or uuid.uuid4().hex)
     options = _all_options(call, len(prompts))
     for rid in rids:
         _check_rid(rid)
@@ -159,19 +161,21 @@ def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None
             raise UnsupportedFieldError(f"{name} is not supported; leave it out", param=name)
 
 
-def _rids(rid: str | list[str] | None, count: int, batched: bool) -> tuple[list[str], str | None]:
+def _rids(
+    rid: str | list[str] | None, count: int, batched: bool, default: str
+) -> tuple[list[str], str | None]:
     """Return the id of each of ``count`` requests, and the id of the batch, or None if there is none.
 
-    Ids that the client did not give are random. One ``rid`` for a batch names the batch, and its requests
-    are ``rid_0``, ``rid_1``, …; a list names each request, and the batch's own id is random.
+    One ``rid`` for a batch names the batch, and its requests are ``rid_0``, ``rid_1``, …; a list names each
+    request. Ids that the client did not give are made from ``default`` in the same way.
     """
     if isinstance(rid, list):
         if len(rid) != count:
             raise InvalidRequestError(
                 f"rid has {len(rid)} ids for {count} prompts; give one each", param="rid"
             )
-        return [each or uuid.uuid4().hex for each in rid], uuid.uuid4().hex if batched else None
-    base = rid or uuid.uuid4().hex
+        return [each or f"{default}_{index}" for index, each in enumerate(rid)], default if batched else None
+    base = rid or default
     return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
 
 
@@ -244,8 +248,12 @@ class NativeReplies:
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """The reply as it grows; in a batch each update has its prompt's ``index``."""
         async for index, _ in self._generation.updates():
-            reply = self._reply(index, self._generation.states[index].whole())
-            yield reply | {"index": index} if self._call.batch_id is not None else reply
+            yield self.update(index)
+
+    def update(self, index: int) -> dict[str, Any]:
+        """Return one update: the reply to request ``index`` as far as it is known."""
+        reply = self._reply(index, self._generation.states[index].whole())
+        return reply | {"index": index} if self._call.batch_id is not None else reply
 
     def _reply(self, index: int, output: Output) -> dict[str, Any]:
         """Return the reply to request ``index`` from its whole output so far; it may not have ended."""

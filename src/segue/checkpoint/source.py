@@ -1,8 +1,10 @@
 """Resolves the name that a user gives a model to the model's files, without torch and without weights."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,17 @@ class ModelSource:
     tokenizer_directory: Path | None  # None: the model has no tokenizer, so requests must give token ids
     config: ModelConfig
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
+
+    def tokenizer_digest(self) -> str:
+        """Return the SHA-256 of the tokenizer's file; "" without one, or if it is not one file of JSON.
+
+        Engines with equal ones turn the same text into the same ids. Reading it takes some milliseconds.
+        """
+        if self.tokenizer_directory is None:
+            return ""
+        with suppress(OSError):
+            return hashlib.sha256((self.tokenizer_directory / "tokenizer.json").read_bytes()).hexdigest()
+        return ""
 
 
 def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:

@@ -10,6 +10,7 @@ from segue.heartbeat import AwakeClock, heartbeat_period
 from segue.messages.control import Counters, Heartbeat
 
 STARTING = "the engine is starting; retry in a moment"
+DRAINED = 'an operator drains this engine; send the request to another one, or POST /drain {"drain": false}'
 
 
 class LifeState(Enum):
@@ -19,14 +20,16 @@ class LifeState(Enum):
     STANDBY = auto()  # the model is loaded, and another engine serves
     WAKING = auto()  # the engine takes over from another one
     ACTIVE = auto()  # requests are taken
-    DRAINING = auto()  # requests in flight may end, and new ones are refused
+    DRAINED = auto()  # an operator has new requests refused; those in flight go on
+    DRAINING = auto()  # the server shuts down: requests in flight may end, and new ones are refused
     DEAD = auto()  # the engine has ended, by itself or by a shutdown
 
 
 # The states that may follow each state. No engine stands by yet: an engine that has started is active.
 _NEXT = {
     LifeState.INIT: {LifeState.ACTIVE, LifeState.DEAD},
-    LifeState.ACTIVE: {LifeState.DRAINING, LifeState.DEAD},
+    LifeState.ACTIVE: {LifeState.DRAINED, LifeState.DRAINING, LifeState.DEAD},
+    LifeState.DRAINED: {LifeState.ACTIVE, LifeState.DRAINING, LifeState.DEAD},
     LifeState.DRAINING: {LifeState.DEAD},
 }
 
@@ -58,6 +61,8 @@ class Life:
         """Why no new request can be served; None: requests are taken, as far as the weights allow it."""
         if self.state is LifeState.DRAINING:
             return DrainingError("the server is shutting down; send the request to another one")
+        if self.state is LifeState.DRAINED:
+            return DrainingError(DRAINED)
         if self.state in (LifeState.INIT, LifeState.STANDBY, LifeState.WAKING):
             return EngineStartError(STARTING)
         return self.silence

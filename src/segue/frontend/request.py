@@ -10,11 +10,11 @@ from typing import Any
 
 from msgspec import structs
 
-from segue.errors import SegueError
+from segue.errors import InvalidRequestError, SegueError
 from segue.frontend.detokenizer import Detokenizer, StopMatcher, TokenTable
 from segue.frontend.sampling_options import SamplingOptions
 from segue.frontend.thread_pool import turn
-from segue.messages.requests import Finished, SamplingParams, TokenLogprob
+from segue.messages.requests import Finished, Handoff, SamplingParams, TokenLogprob
 
 MAX_PRIORITY = 1 << 31
 LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
@@ -26,7 +26,7 @@ class Bootstrap:
     """How a prefill engine and a decode engine find each other for one request, as SGLang names it."""
 
     host: str  # of the prefill engine
-    port: int  # where it hands KV over
+    port: int | None  # where it hands KV over; None: as this engine does, if it prefills
     room: int  # 63 bits that no other request has
 
 
@@ -40,9 +40,13 @@ class GenerateRequest:
     priority: int = 0
     add_special_tokens: bool = True  # to a text prompt; a rendered chat template contains its own
     param: str = "prompt"  # the client's field name of the prompt, for errors
-    bootstrap: Bootstrap | None = None  # None: this engine does all of it
+    bootstrap: Bootstrap | None = None  # None: this engine does all of it, unless there is a handoff
+    handoff: Handoff | None = None  # the part that this engine does, where a router has decided it
+    leg: str = ""  # the id of the router's leg that it is part of; "": of none
+    seed: int | None = None  # for options without a seed; None: a random one
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
+    output_end: Finished | None = None  # how the output ended; then nothing is left to generate
 
 
 @dataclass(slots=True)
@@ -54,6 +58,16 @@ class Output:
     logprobs: list[TokenLogprob]  # one per token id, if they were requested
     offsets: list[int]  # start of each token in the whole text, if logprobs were requested
     end: Finished | None
+
+    def joined(self, more: Output) -> Output:
+        """Return this output with the one behind it."""
+        return Output(
+            self.text + more.text,
+            self.token_ids + more.token_ids,
+            self.logprobs + more.logprobs,
+            self.offsets + more.offsets,
+            more.end,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +87,7 @@ class RequestState:
     changed: asyncio.Event  # of its call; wakes the reader
     batch_id: str | None = None
     rid: str = field(init=False)
+    leg: str = field(init=False)  # as in the request
     wants_logprobs: bool = field(init=False)
     first_token_at: float = 0.0  # 0: there is none yet
     last_token_at: float = 0.0
@@ -83,6 +98,7 @@ class RequestState:
     streaming: bool = False  # whether every token wakes the reader, and not only the end
     discarded: bool = False  # whether the reader has left; only the end is awaited
     end: Finished | None = None
+    ended_before: bool = False  # whether the client has the end already
     error: SegueError | None = None
     cut: int = -1  # tokens up to the end of a complete stop string; -1: none is complete
     _detokenizer: Detokenizer = field(init=False)
@@ -96,7 +112,7 @@ class RequestState:
     def __post_init__(self, request: GenerateRequest, table: TokenTable) -> None:
         """Take from the request what is needed later: the request itself, with its prompt, is not kept."""
         options = request.options
-        self.rid = request.rid
+        self.rid, self.leg = request.rid, request.leg
         self.wants_logprobs = self.params.logprobs >= 0
         self._detokenizer = Detokenizer(table, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stop, keep=options.keep_stop) if options.stop else None
@@ -118,15 +134,31 @@ class RequestState:
         text = self._detokenizer.push(token)
         return bool(text) and self._append_text(text)
 
-    def prime(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+    def prime(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob], end: Finished | None = None
+    ) -> None:
         """Take the output tokens with which the request begins; what they give, the client has already.
 
-        ``logprobs``: one per token, if they were requested. Afterwards :attr:`cut` says whether the tokens
-        complete a stop string.
+        ``logprobs``: one per token, if they were requested. ``end``: how the output has ended, if the client
+        has that too. Afterwards :attr:`cut` says whether the tokens complete a stop string.
+
+        Raises:
+            InvalidRequestError: the numbers of tokens, of logprobs and of ``end`` contradict each other.
         """
         entries: Sequence[TokenLogprob | None] = logprobs if self.wants_logprobs else [None] * len(ids)
+        if len(entries) != len(ids):
+            text = (
+                f"outputs: {len(ids)} tokens have {len(entries)} logprobs; the reply needs one of each token"
+            )
+            raise InvalidRequestError(text)
         for token, entry in zip(ids, entries, strict=True):
             self.add(token, entry, is_stop=token in self.params.stop_token_ids)
+        if end is not None:
+            if end.num_tokens != len(self.ids):
+                text = f"outputs: the output has ended after {end.num_tokens} tokens, but has {len(self.ids)}"
+                raise InvalidRequestError(f"{text}; send all of them")
+            self.finish(structs.replace(end, rid=self.rid))
+            self.ended_before = True
         self.take()
         # The first token was counted where it was made; until the next one comes, the client waits for that.
         self.first_token_at = self.last_token_at = self.created
@@ -203,8 +235,12 @@ class Generation:
     Leaving the ``with`` block aborts those that have not ended.
     """
 
-    def __init__(self, num_requests: int, abort: Callable[[str], None]) -> None:
-        """Begin a call of ``num_requests`` requests; ``abort`` aborts one that was sent, by its rid."""
+    def __init__(self, num_requests: int, abort: Callable[[str], None], leg: str = "") -> None:
+        """Begin a call of ``num_requests`` requests; ``abort`` aborts one that was sent, by its rid.
+
+        ``leg`` is the id of the router's leg that the call is; "": it is none.
+        """
+        self.leg = leg
         self.states: list[RequestState] = []  # of the requests that were sent, in their order
         self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
         self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
@@ -249,6 +285,8 @@ class Generation:
         Raises the first error at once.
         """
         waiting = self.states
+        for state in waiting:
+            state.streaming = False  # only ends wake the reader
         self.changed.set()  # to look at what has come before
         while waiting:
             await self.changed.wait()
@@ -266,9 +304,10 @@ class Generation:
     async def updates(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield (index of the request, its new output) until all have ended.
 
-        The first error is raised, once what came before it has been yielded.
+        Nothing is yielded of those that had ended before. The first error is raised, once what came before it
+        has been yielded.
         """
-        running = dict(enumerate(self.states))
+        running = {index: state for index, state in enumerate(self.states) if not state.ended_before}
         self._stream()
         while running:
             await self.changed.wait()
@@ -296,14 +335,20 @@ class Generation:
             SegueError: a request was refused, or has failed.
         """
         self._stream()
-        if not any(state.has_unread or state.is_over for state in self.states):
+        running = [state for state in self.states if not state.ended_before]
+        if running and not any(state.has_unread or state.is_over for state in running):
             self.changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(ACCEPT_S):
                     await self.changed.wait()
-        for state in self.states:
+        for state in running:
             if state.error is not None and not state.has_unread:
                 raise state.error
+
+    @property
+    def ends(self) -> list[Finished]:
+        """How the requests have ended that have ended without an error."""
+        return [state.end for state in self.states if state.end is not None]
 
     def _stream(self) -> None:
         """Have every token wake the reader; also wake it now, for what has come before."""

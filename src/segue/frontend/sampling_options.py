@@ -98,8 +98,12 @@ class SamplingOptions:
             logprobs=self.logprobs,
         )
 
-    def prompt_params(self, shared: SamplingParams, prompt_len: int, limits: RequestLimits) -> SamplingParams:
+    def prompt_params(
+        self, shared: SamplingParams, prompt_len: int, limits: RequestLimits, seed: int | None = None
+    ) -> SamplingParams:
         """Return the parameters for one prompt of ``prompt_len`` tokens.
+
+        ``seed`` takes the place of a random one, for options without a seed.
 
         Raises:
             ContextLengthError: the prompt with its ``max_tokens`` does not fit the context.
@@ -115,11 +119,13 @@ class SamplingOptions:
                 param=name,
             )
         max_tokens = min(max_tokens, room)
+        if self.seed is not None:
+            seed = self.seed % SEED_LIMIT
         return structs.replace(
             shared,
             max_new_tokens=max_tokens,
             min_new_tokens=min(self.min_tokens, max_tokens),
-            seed=secrets.randbits(63) if self.seed is None else self.seed % SEED_LIMIT,
+            seed=secrets.randbits(63) if seed is None else seed,
             prompt_logprobs_start=min(self.prompt_logprobs_start, prompt_len),
         )
 

@@ -226,7 +226,8 @@ class PromptEncoder:
         encoded: list[EncodedPrompt] = []
         for request in requests:
             ids = self.encode(request)
-            params = request.options.prompt_params(shared[id(request.options)], len(ids), self.limits)
+            options = request.options
+            params = options.prompt_params(shared[id(options)], len(ids), self.limits, request.seed)
             encoded.append((ids, params))
         return encoded
 

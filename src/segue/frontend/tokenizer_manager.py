@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 from msgspec import convert, structs
 
 from segue import errors
-from segue.errors import EngineDeadError, InvalidRequestError, PoisonedError, SegueError
+from segue.bootstrap_hosts import FAKE_HOST, BootstrapHosts
+from segue.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PoisonedError,
+    RoleChangedError,
+    RoleChangeError,
+    SegueError,
+    WrongRoleError,
+)
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.life import Admission, Life
 from segue.frontend.request import GenerateRequest, Generation, RequestState
@@ -20,6 +30,7 @@ from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
+from segue.messages.fleet import Role
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -34,7 +45,19 @@ from segue.messages.requests import (
 from segue.messages.weight_operations import WeightOperation
 from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
 
-Answer = TypeVar("Answer", control.State, control.Paused, control.Continued, control.Flushed, WeightAnswer)
+Answer = TypeVar(
+    "Answer",
+    control.State,
+    control.EngineLoad,
+    control.Paused,
+    control.Continued,
+    control.Flushed,
+    control.RoleSet,
+    WeightAnswer,
+)
+
+EARLIER_LEG_S = 5.0  # that an earlier leg of a request has to end, once it is aborted
+EARLIER_LEG_POLL_S = 0.002  # between two looks whether it has
 
 
 class TokenizerManager:
@@ -54,13 +77,18 @@ class TokenizerManager:
         *,
         life: Life,
         max_queued_requests: int,
+        bootstrap_hosts: BootstrapHosts,
+        bootstrap_port: int,
     ) -> None:
         """Take the limits from ``ready``, which the workers send when they can serve; ``send`` sends to them.
 
         Without a ``tokenizer`` prompts must be token ids, and every text is empty. ``eos_ids`` are those of
-        the model's configuration, to which the tokenizer's are added.
+        the model's configuration, to which the tokenizer's are added. A request that names no
+        ``bootstrap_port`` means the one given here.
         """
         self.ready = ready
+        self.role = ready.role  # which work the engine takes
+        self.control_address = ready.control_address  # where it hands KV over; None: nowhere
         self.stats = Stats()
         self.weights = WeightNotice(version=FIRST_WEIGHT_VERSION)
         chars_per_token = None
@@ -77,6 +105,7 @@ class TokenizerManager:
         )
         self.thread_pool = ThreadPool()
         self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
+        self._bootstrap_hosts, self._bootstrap_port = bootstrap_hosts, bootstrap_port
         self._life = life
         self._send = send
         self._calls: dict[int, asyncio.Future[Any]] = {}  # number -> the call that waits for this answer
@@ -100,17 +129,18 @@ class TokenizerManager:
         Raises:
             InvalidRequestError: a value breaks its rule, or a rid is in flight.
             ContextLengthError: a prompt does not fit the context.
-            OverloadedError: more requests would wait than allowed.
+            OverloadedError: more requests would wait than allowed, or an earlier leg does not end.
             EngineDeadError: the engine has ended.
             EngineHungError: the engine does not answer.
             DrainingError: the server is shutting down.
             PoisonedError: a commit of weights failed half-way.
         """
         created = time.monotonic()
+        await self._end_earlier_leg(requests)
         self._check_rids(requests, batch_id)
         handoffs = [self._handoff(request) for request in requests]
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        generation = Generation(len(requests), self.abort)
+        generation = Generation(len(requests), self.abort, requests[0].leg if requests else "")
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, generation)
         if batch_id is not None:
@@ -122,10 +152,15 @@ class TokenizerManager:
             for number, (request, (ids, params), handoff) in enumerate(parts):
                 if self._life.error is not None:
                     raise self._life.error
+                if self.role == "prefill" and request.bootstrap is not None and handoff is None:
+                    params = structs.replace(params, max_new_tokens=1)  # a warm-up: nobody takes it over
                 state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
-                if request.outputs:
-                    state.prime(request.outputs, request.output_logprobs)
-                self._begin(request, state, generation, handoff)
+                if request.outputs or request.output_end is not None:
+                    state.prime(request.outputs, request.output_logprobs, request.output_end)
+                if state.end is not None:  # the client has all of it
+                    self._forget(state)
+                else:
+                    self._begin(request, state, generation, handoff)
                 generation.states.append(state)
                 await turn(number)
         except BaseException:
@@ -185,19 +220,37 @@ class TokenizerManager:
         self._admission.num_sent += 1
 
     def _handoff(self, request: GenerateRequest) -> Handoff | None:
-        """Return which part of a request this engine does, by its role."""
-        if (bootstrap := request.bootstrap) is None:
-            return None
-        if self.ready.role == "both":
-            raise InvalidRequestError(
+        """Return which part of a request this engine does; a bootstrap leaves that to the engine's role."""
+        bootstrap = request.bootstrap
+        if bootstrap is None or bootstrap.host == FAKE_HOST:
+            if request.handoff is not None and request.handoff.peer:
+                self._bootstrap_hosts.check_peer(request.handoff.peer)
+            return request.handoff
+        if self.role == "both" and self.ready.role != "both":  # who sends it may not know yet
+            raise RoleChangedError(
+                f"bootstrap_room={bootstrap.room}: this engine's role has changed to both, so it hands no "
+                "KV over any more; send the request to another engine"
+            )
+        if self.role == "both":
+            raise WrongRoleError(
                 f"bootstrap_room={bootstrap.room}: this engine hands no KV over; start it with --role "
                 "prefill or --role decode, or leave the bootstrap fields out",
                 param="bootstrap_room",
             )
-        if self.ready.role == "prefill":
+        if self.role == "prefill":
             return Handoff(id=bootstrap.room, part="prefill")
-        host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
-        return Handoff(id=bootstrap.room, part="decode", peer=f"{host}:{bootstrap.port}", whole=True)
+        host, port = (
+            bootstrap.host.removeprefix("[").removesuffix("]"),
+            bootstrap.port or self._bootstrap_port,
+        )
+        if not port:
+            text = (
+                "bootstrap_port is missing, and this engine's --disaggregation-bootstrap-port is 0; give it"
+            )
+            raise InvalidRequestError(text, param="bootstrap_port")
+        self._bootstrap_hosts.check(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return Handoff(id=bootstrap.room, part="decode", peer=address, whole=True)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch, or all; readers get the output so far. An unknown rid has no effect."""
@@ -274,6 +327,20 @@ class TokenizerManager:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
         return await self._ask(lambda call: control.GetState(call, check), control.State)
 
+    async def get_load(self) -> control.EngineLoad:
+        """Return how much work the scheduler has."""
+        return await self._ask(control.GetLoad, control.EngineLoad)
+
+    async def set_role(self, role: Role, timeout_s: float) -> None:
+        """Have the engine take other work, once the work that goes has ended.
+
+        Raises:
+            RoleChangeError: it did not end within so many seconds, or the engine cannot do such work.
+        """
+        answer = await self._ask(lambda call: control.SetRole(call, role, timeout_s), control.RoleSet)
+        if answer.error:
+            raise RoleChangeError(answer.error, param="role")
+
     @property
     def num_requests(self) -> int:
         """The number of requests in flight."""
@@ -290,6 +357,33 @@ class TokenizerManager:
         if why is None or self._life.trouble is not None:
             return self._life.trouble
         return PoisonedError(f"the weights are poisoned ({why}); update all of them, or restart the engine")
+
+    async def _end_earlier_leg(self, requests: Sequence[GenerateRequest]) -> None:
+        """End what an earlier leg of the same client's request has left, and wait for its end.
+
+        A router that sends a leg has closed the connection of the earlier one, but this engine may notice
+        that later.
+
+        Raises:
+            OverloadedError: it does not end within ``EARLIER_LEG_S`` seconds.
+        """
+        deadline, aborted = time.monotonic() + EARLIER_LEG_S, set()
+        while left := [
+            request.rid for request in requests if request.leg and self._leg_of(request.rid) == request.leg
+        ]:
+            if time.monotonic() >= deadline:
+                text = f"an earlier leg of request {left[0]!r} has not ended within {EARLIER_LEG_S:g} s"
+                raise OverloadedError(f"{text}; send it to another engine, or later")
+            for rid in left:
+                if rid not in aborted:
+                    self.abort(rid)
+                    aborted.add(rid)
+            await asyncio.sleep(EARLIER_LEG_POLL_S)
+
+    def _leg_of(self, rid: str) -> str:
+        """Return the leg that a request in flight is part of; "": of none, or it is not in flight."""
+        held = self._states.get(rid) or self._arriving.get(rid)
+        return "" if held is None else held.leg
 
     def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
         """Raise an error if the engine cannot serve, or if an id is in flight or occurs twice.
@@ -324,8 +418,16 @@ class TokenizerManager:
             case WeightNotice():
                 self.weights = message
             case (
-                control.State() | control.Paused() | control.Continued() | control.Flushed() | WeightAnswer()
+                control.State()
+                | control.EngineLoad()
+                | control.Paused()
+                | control.Continued()
+                | control.Flushed()
+                | control.RoleSet()
+                | WeightAnswer()
             ):
+                if isinstance(message, control.RoleSet) and not message.error:
+                    self.role, self.control_address = message.role, message.control_address
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():  # else the call waits no longer
                     future.set_result(message)

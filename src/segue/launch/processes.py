@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import zmq
 
+from segue.children import describe_exit, import_path
 from segue.config import EngineConfig
 from segue.logs import logger
 
@@ -57,11 +57,7 @@ def worker_environment(num_workers: int) -> dict[str, str]:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
     } | os.environ
-    root = Path(__file__).resolve().parents[2]
-    if root.name not in ("site-packages", "dist-packages"):  # the child may lack the path to this package
-        rest = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{rest}" if rest else str(root)
-    return environment
+    return environment | import_path(environment)
 
 
 def usable_cores() -> int:
@@ -207,11 +203,3 @@ class EmbeddedScheduler:
             logger.exception("the embedded scheduler failed")
             reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"
         self._on_exit(reason)
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"with exit code {code}"
-    hint = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
-    return f"by signal {signal.Signals(-code).name}{hint}"

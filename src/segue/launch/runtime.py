@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +17,7 @@ import msgspec
 import zmq
 from msgspec.structs import asdict
 
+from segue.bootstrap_hosts import BootstrapHosts
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
@@ -30,12 +32,13 @@ from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
 T = TypeVar("T")
-SECRETS = ("api_key", "admin_api_key", "pd_key")
+SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key")
 # Fields of ``internal_states`` that clients read, for features that this engine does not have.
 ABSENT_STATE: dict[str, Any] = {
     "pending_dp_reqs_size": 0,
     "prefill_decode_size": 0,
 }
+SHUTDOWN_MESSAGE = "the engine is shutting down"  # of requests that a shutdown aborts
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
 STOP_S = 0.8  # that workers have to end before they are killed
 LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its last message
@@ -59,6 +62,8 @@ class Runtime:
         self.name = config.served_model_name or source.name  # of the model, as clients use it
         self.life = Life()
         self.started_at = int(time.time())  # seconds since the epoch
+        self.incarnation = uuid.uuid4().hex  # another one for every start: routers tell them apart by it
+        self.epoch = 0  # would grow whenever another process takes the engine's place, which none does yet
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
@@ -106,6 +111,8 @@ class Runtime:
                 source.eos_token_ids,
                 life=runtime.life,
                 max_queued_requests=config.max_queued_requests,
+                bootstrap_hosts=BootstrapHosts(config.disaggregation_bootstrap_hosts, config.host),
+                bootstrap_port=config.disaggregation_bootstrap_port,
             )
             runtime._channel.on_output = runtime._manager.receive
             runtime.served_model = ServedModel(
@@ -197,7 +204,7 @@ class Runtime:
         if self._watching is not None:
             self._watching.cancel()
         if self._manager is not None and self.life.error is None and self._manager.num_requests:
-            self._manager.abort(abort_all=True, message="the engine is shutting down")
+            self._manager.abort(abort_all=True, message=SHUTDOWN_MESSAGE)
             try:
                 await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
             except TimeoutError:
@@ -215,8 +222,23 @@ class Runtime:
 
     def drain(self) -> None:
         """Refuse new requests from now on. Requests in flight go on."""
-        if self.life.state is LifeState.ACTIVE:
+        if self.life.state in (LifeState.ACTIVE, LifeState.DRAINED):
             self.life.advance(LifeState.DRAINING)
+
+    def set_drained(self, drained: bool) -> None:
+        """Refuse new requests, or take them again. Requests in flight go on.
+
+        Raises:
+            DrainingError: the server is shutting down.
+            EngineDeadError: the engine has ended.
+        """
+        if self.life.state not in (LifeState.ACTIVE, LifeState.DRAINED):
+            assert self.life.trouble is not None
+            raise self.life.trouble
+        state = LifeState.DRAINED if drained else LifeState.ACTIVE
+        if state is not self.life.state:
+            self.life.advance(state)
+            logger.info("an operator drains the engine" if drained else "the engine takes requests again")
 
     async def _check_workers_forever(self) -> None:
         """Judge the heartbeats twice per period, as a task, until the shutdown cancels it."""

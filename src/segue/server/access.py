@@ -12,14 +12,13 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from segue.config import EngineConfig
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
 from segue.server.responses import error_response
@@ -36,10 +35,27 @@ class Access(Enum):
     ADMIN = "admin"  # the admin key, where one is set; else as USER
 
 
+class GateOptions(Protocol):
+    """The options that decide who may use a server; the engine's server and the router have them."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def admin_api_key(self) -> str | None: ...
+    @property
+    def open_metrics(self) -> bool: ...
+    @property
+    def allowed_hosts(self) -> str | None: ...
+    @property
+    def cors_origin(self) -> str | None: ...
+
+
 class Gate:
     """The checks of one server, in their order: key, host, origin, type of the body."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: GateOptions) -> None:
         """Keep the keys that each level accepts; raises ConfigError if a host or an origin is not valid.
 
         The admin key opens the user's routes too, so that one client needs one key.
@@ -128,6 +144,10 @@ class Routes(list[BaseRoute]):
         """Decorate the endpoint of a POST route; ``options`` are those of :meth:`add`."""
         return partial(self.add, "POST", path, **options)
 
+    def delete(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+        """Decorate the endpoint of a DELETE route; ``options`` are those of :meth:`add`."""
+        return partial(self.add, "DELETE", path, **options)
+
     def add(
         self,
         method: str,
@@ -170,6 +190,16 @@ def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:
         await router(scope, receive, send)
 
     return answer
+
+
+def described(routes: Iterable[BaseRoute]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns path, method and description of each route that OpenAPI's description has."""
+    return [
+        (route.path_format, method, route.description)
+        for route in routes
+        if isinstance(route, GuardedRoute) and route.description is not None
+        for method in sorted(route.methods or ())
+    ]
 
 
 def require_levels(routes: Iterable[BaseRoute]) -> None:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from segue.config import MIB
-from segue.errors import RequestTooLargeError
 from segue.frontend.tokenizer import ServedModel
+from segue.launch.runtime import Runtime
 from segue.server.large_body import Shape, decode, not_json
+from segue.server.raw_body import read_bytes
 from segue.server.running import runtime_of
 
 T = TypeVar("T")
@@ -30,7 +30,13 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
         InvalidRequestError: the body is not JSON, or has more than ``shape`` allows.
     """
     runtime = runtime_of(request)
-    data = await read_bytes(request, runtime.config.max_body_mib)
+    return await decode_json(runtime, await read_bytes(request, runtime.config.max_body_mib), check, shape)
+
+
+async def decode_json(
+    runtime: Runtime, data: bytes, check: Callable[[Any], T], shape: Callable[[ServedModel], Shape]
+) -> T:
+    """Returns the result of ``check`` for a body that has been read; see :func:`read_json`."""
     if len(data) > INLINE_BYTES:
         model = runtime.served_model
         return await runtime.manager.thread_pool.run(lambda: check(decode(data, shape(model))))
@@ -39,25 +45,3 @@ async def read_json(request: Request, check: Callable[[Any], T], shape: Callable
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
     return check(body)
-
-
-async def read_bytes(request: Request, limit_mib: int) -> bytes:
-    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB.
-
-    A body whose ``Content-Length`` is above the limit is not read. Where that header is absent or wrong, the
-    received bytes are counted.
-    """
-    limit = limit_mib * MIB
-    announced = request.headers.get("content-length", "")
-    if not announced.isdigit() or int(announced) <= limit:
-        chunks: list[bytes] = []
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                break
-            chunks.append(chunk)
-        else:  # the body ended within the limit
-            return b"".join(chunks)
-    text = f"the body is larger than {limit_mib} MiB; send less, or raise --max-body-mib"
-    raise RequestTooLargeError(text)

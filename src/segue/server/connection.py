@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
+from segue.server.body_writer import BodyWriter, extensions
 from segue.server.connections import Backpressure, Connections, Room
 from segue.server.responses import error_response
 
@@ -140,6 +141,7 @@ class Connection(HttpToolsProtocol):
             self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
         self.app = self._choose_application()  # uvicorn's method, called next, starts it
         super().on_headers_complete()
+        self.scope["extensions"] = extensions(BodyWriter(self.cycle))
         if not self.pipeline:
             self._answering = self.cycle
         self._enter(Awaited.BODY)

@@ -65,25 +65,29 @@ class ConnectionLimits:
     sweep_s: float = 1.0  # between two checks of all connections
 
     @classmethod
-    def of_this_process(cls, max_body_mib: int) -> Self:
+    def of_this_process(cls, max_body_mib: int, descriptors_each: int = 1) -> Self:
         """Returns the limits for this process: its limit of open files bounds the number of connections.
 
-        Four bodies of the largest size, ``max_body_mib`` in MiB, may be received at once.
+        Four bodies of the largest size, ``max_body_mib`` in MiB, may be received at once. A connection needs
+        ``descriptors_each``, together with those that its request makes this process open.
         """
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
             descriptors = MAX_CONNECTIONS * 2
-        room = descriptors - RESERVED_DESCRIPTORS - SPARE_CONNECTIONS
+        room = max(descriptors - RESERVED_DESCRIPTORS - SPARE_CONNECTIONS, descriptors // 4)
         return cls(  # where descriptors are few, a quarter of them, instead of none
-            max_connections=min(MAX_CONNECTIONS, max(room, descriptors // 4)),
+            max_connections=min(MAX_CONNECTIONS, max(1, room // descriptors_each)),
             body_bytes=max(BODY_BYTES, 4 * max_body_mib * MIB),
         )
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the need of :data:`MAX_CONNECTIONS`, up to the hard limit."""
+def raise_descriptor_limit(descriptors_each: int = 1) -> None:
+    """Raise the soft limit of open files to the need of :data:`MAX_CONNECTIONS`, up to the hard limit.
+
+    A connection needs ``descriptors_each``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_CONNECTIONS + RESERVED_DESCRIPTORS
+    wanted = descriptors_each * MAX_CONNECTIONS + SPARE_CONNECTIONS + RESERVED_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

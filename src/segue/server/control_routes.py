@@ -15,7 +15,7 @@ from segue.api.schema import body_schema, query_schema, reply_schema
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
 from segue.config import EngineConfig
-from segue.errors import InvalidRequestError, SegueError
+from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
 from segue.messages.control import PauseMode
 from segue.messages.weight_operations import (
@@ -29,7 +29,7 @@ from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
 from segue.server.large_body import control
-from segue.server.responses import error_response, json_response, unless_gone
+from segue.server.responses import json_response, unless_gone, weight_error_response
 from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
@@ -110,17 +110,7 @@ async def server_info(request: Request) -> Response:
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
 
 
-def _failure(error: SegueError, path: str) -> Response:
-    """Answers an error on a route of the weights in the form of the route's replies.
-
-    Those have ``success`` and ``message`` and, where the operation's replies have one, ``status``.
-    """
-    kind = OPERATIONS.get(path[1:])  # by the path without its slash
-    status = {"status": "error"} if kind and "status" in kind.reply else {}
-    return error_response(error, path, {"success": False, "message": error.message} | status)
-
-
-weights = Routes(Access.ADMIN, "Control", _failure)
+weights = Routes(Access.ADMIN, "Control", weight_error_response)
 
 
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:

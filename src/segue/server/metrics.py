@@ -125,7 +125,7 @@ def _laps_metrics(
 ) -> Iterator[Metric]:
     """Yields the metrics of length-aware prefill scheduling."""
     yield gauge("laps_requests_waiting", "Waiting requests, by class.", laps.waiting, "class")
-    yield counter("laps_picks", "Decisions on the prefill work of a step, by reason.", laps.picks, "reason")
+    yield counter("laps_picks", "Steps with prefill work, and waits, by reason.", laps.picks, "reason")
     yield counter("laps_chunks", "Steps with chunks of long prompts.", laps.chunks)
     yield counter("laps_chunk_tokens", "Tokens of chunks of long prompts.", laps.chunk_tokens)
     yield counter("laps_window_seconds", "Seconds that short prompts waited for others.", laps.window_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from segue.config import MIB
 from segue.errors import SegueError
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
 from segue.logs import logger
+from segue.messages.weight_operations import OPERATIONS
 
 DRAINED_MIB = 64  # of a too large body, read and dropped so that the client reads the answer
 DRAIN_S = 3.0
@@ -34,11 +35,11 @@ HEADERS = {  # of errors, by status
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, such as in a pause, after which a comment keeps the connection open
 KEEP_ALIVE = b": keep-alive\n\n"
-EVENT_HEADERS = [
+EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
 T = TypeVar("T")
 encode = msgspec.json.Encoder().encode
 
@@ -53,10 +54,14 @@ async def reply_response(content: Any, num_entries: int, thread_pool: ThreadPool
 
     ``num_entries`` (choices, tokens and the like) says how long the encoding would hold up the event loop.
     """
+    return Response(await reply_bytes(content, num_entries, thread_pool), media_type="application/json")
+
+
+async def reply_bytes(content: Any, num_entries: int, thread_pool: ThreadPool) -> bytes:
+    """Returns the JSON of a reply, as :func:`reply_response` sends it."""
     if num_entries <= INLINE_ENTRIES:
-        return json_response(content)
-    data = await thread_pool.run(lambda: b"".join(json_pieces(content)))
-    return Response(data, media_type="application/json")
+        return encode(content)
+    return await thread_pool.run(lambda: b"".join(json_pieces(content)))
 
 
 def json_pieces(content: Any) -> Iterator[bytes]:
@@ -93,13 +98,15 @@ class EventStream:
     """An ASGI application that sends the events that ``events`` yields.
 
     While the client is slow, ``send`` waits, and the output generated meanwhile is sent as one event. While
-    there is nothing to send, comments are sent. An error becomes a last event of ``error_body``. ``close`` is
-    called in every case: it aborts the requests that have not ended.
+    there is nothing to send, comments are sent. An error becomes a last event, which ``failure`` makes.
+    ``close`` is called in every case: it aborts the requests that have not ended.
     """
 
     events: AsyncGenerator[bytes, None]
-    error_body: Callable[[SegueError], dict[str, Any]]
+    failure: Callable[[SegueError], bytes]
     close: Callable[[], None]
+    headers: Sequence[tuple[bytes, bytes]] = EVENT_HEADERS
+    comment: bytes = KEEP_ALIVE
     # Held while something is sent, so that no comment is sent after the end.
     _sending: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _sent_at: float = field(init=False, default_factory=time.monotonic)
@@ -121,7 +128,7 @@ class EventStream:
             await asyncio.sleep(self._sent_at + KEEP_ALIVE_S - time.monotonic())
             async with self._sending:  # while the client is slow, this waits until it has taken an event
                 if time.monotonic() >= self._sent_at + KEEP_ALIVE_S:
-                    await self._send_part(send, KEEP_ALIVE)
+                    await self._send_part(send, self.comment)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Send a part once nothing else is being sent; without ``more`` it is the last one."""
@@ -138,17 +145,17 @@ class EventStream:
         An OSError is raised, because it means that the client has gone and that nobody would read an event.
         """
         async with self._sending:
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         try:
             async for data in self.events:
                 await self._send(send, data)
         except SegueError as error:
-            await self._send(send, event(self.error_body(error)))
+            await self._send(send, self.failure(error))
         except OSError:
             raise
         except Exception:
             logger.exception("a stream failed")
-            await self._send(send, event(self.error_body(InternalError())))
+            await self._send(send, self.failure(InternalError()))
         await self._send(send, b"", more=False)
 
 
@@ -189,7 +196,13 @@ def openai_body(error: SegueError) -> dict[str, Any]:
 
 def native_body(error: SegueError) -> dict[str, Any]:
     """Returns the body of an error on control and native routes."""
-    return {"object": "error", "message": error.message, "type": error.type, "code": error.status}
+    return {
+        "object": "error",
+        "message": error.message,
+        "type": error.type,
+        "code": error.status,
+        "error_code": error.code,  # the ``code`` of the same error on OpenAI routes
+    }
 
 
 def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:
@@ -202,6 +215,16 @@ def error_response(error: SegueError, path: str, body: dict[str, Any] | None = N
         body = openai_body(error) if path.startswith("/v1/") else native_body(error)
     kind = _LingeringResponse if error.status == 413 else Response
     return kind(encode(body), error.status, HEADERS.get(error.status), "application/json")
+
+
+def weight_error_response(error: SegueError, path: str) -> Response:
+    """Returns the answer to an error on a route of the weights, in the form of the route's replies.
+
+    Those have ``success`` and ``message`` and, where the operation's replies have one, ``status``.
+    """
+    kind = OPERATIONS.get(path[1:])  # by the path without its slash
+    status = {"status": "error"} if kind and "status" in kind.reply else {}
+    return error_response(error, path, {"success": False, "message": error.message} | status)
 
 
 class RouteError(SegueError, type="invalid_request_error"):

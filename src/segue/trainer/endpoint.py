@@ -29,6 +29,7 @@ class Endpoint:
     url: str
     api_key: str | None = field(default=None, repr=False)  # the engine's admin key, or its API key
     world_size: int | None = None  # its number of ranks, for engines whose /server_info lacks it
+    worker_api_key: str | None = field(default=None, repr=False)  # of a router's engines; None: as `api_key`
 
     def post(self, operation: Operation, timeout_s: float, *, tries: int = 1) -> Answer:
         """Returns the engine's answer to an operation; ``timeout_s``: the longest silence, in seconds.
@@ -45,6 +46,19 @@ class Endpoint:
     def get(self, route: str, timeout_s: float) -> Answer:
         """Returns the engine's answer to a GET; ``timeout_s``: as for :meth:`post`."""
         return self._request(route, None, timeout_s)
+
+    def engines(self, timeout_s: float) -> list[Endpoint]:
+        """Returns the engines that a router at this URL has; for any other server, this endpoint itself.
+
+        An engine that the router is about to forget, or that a newer one has replaced, is none of them.
+        """
+        workers = self.get("workers", timeout_s).fields.get("workers")
+        if not isinstance(workers, list):
+            return [self]
+        key = self.worker_api_key or self.api_key
+        return [
+            replace(self, url=worker["url"], api_key=key) for worker in workers if worker["takes_weights"]
+        ]
 
     def _request(self, route: str, body: bytes | None, timeout_s: float) -> Answer:
         """Returns the engine's answer to a POST of ``body``, or to a GET if that is None.

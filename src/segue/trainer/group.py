@@ -351,12 +351,3 @@ def free_port(wanted: int | None) -> int:
                 probe.bind(("", port))
                 return int(probe.getsockname()[1])
     raise OSError("no TCP port is free for the process group of the weights; end programs that use ports")
-
-
-def own_address(host: str, port: int) -> str:
-    """Returns the address at which ``host`` can reach this machine, an IPv4 one if possible."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    family, kind, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
-    with closing(socket.socket(family, kind)) as probe:
-        probe.connect(target)  # sends nothing
-        return str(probe.getsockname()[0])

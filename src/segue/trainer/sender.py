@@ -16,11 +16,12 @@ import torch
 from msgspec import structs
 
 from segue.errors import ConfigError, SegueError
+from segue.listener import own_address
 from segue.messages import weight_operations as operations
 from segue.messages.weight_operations import Operation
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import BroadcastSender, TrainerGroup, free_port, own_address
+from segue.trainer.group import BroadcastSender, TrainerGroup, free_port
 from segue.weight_update.checksum import checksum
 from segue.weight_update.transport.rendezvous import bracketed
 
@@ -76,7 +77,8 @@ class WeightSender:
     rank makes a sender, with weights that are whole on it. Any thread may call it; one call runs at a time.
 
     Args:
-        endpoints: the engines' URLs, in the order of their ranks; :class:`Endpoint` for one with a key.
+        endpoints: the engines' URLs, in the order of their ranks; :class:`Endpoint` for one with a key. Or
+            the URL of a router, which is asked for its engines at each send.
         weights: a module, whose parameters are sent, or a mapping, which is sent as it is.
         buffer_size_mb: MiB per bucket; a larger tensor has its own bucket.
         flattened: one broadcast per bucket; else one per tensor.
@@ -96,7 +98,7 @@ class WeightSender:
         ConfigError: ``endpoints`` is empty, or ``gb_per_s_while_serving`` is not above 0.
     """
 
-    endpoints: Sequence[str | Endpoint]
+    endpoints: str | Endpoint | Sequence[str | Endpoint]
     weights: Weights
     _: KW_ONLY
     buffer_size_mb: float = 1024
@@ -112,7 +114,10 @@ class WeightSender:
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self) -> None:
-        self._engines = [Endpoint(url=each) if isinstance(each, str) else each for each in self.endpoints]
+        given = [self.endpoints] if isinstance(self.endpoints, str | Endpoint) else self.endpoints
+        self._engines = [Endpoint(url=each) if isinstance(each, str) else each for each in given]
+        # A URL that is not in a list may be a router's.
+        self._router = self._engines[0] if given is not self.endpoints else None
         if not self._engines:
             raise ConfigError("endpoints is empty: give the URL of at least one engine")
         limit = self.gb_per_s_while_serving
@@ -156,10 +161,23 @@ class WeightSender:
         """Send once; after a failure no session and no group is left, so that the next send begins afresh."""
         session = uuid.uuid4().hex
         try:
+            self._look_up()
             return self._send(session, weight_version, flush_cache)
         except BaseException:
             self._give_up(session)
             raise
+
+    def _look_up(self) -> None:
+        """Ask the router, if there is one, for its engines; a group with other engines is left."""
+        if self._router is None:
+            return
+        engines = self._router.engines(ASK_S)
+        if not engines:
+            text = f"the router {self._router.url} has no engines; its /workers lists them"
+            raise WeightSendError(text)
+        if engines != self._engines:
+            self._leave()
+            self._engines = engines
 
     def _send(self, session: str, weight_version: str | None, flush_cache: bool) -> SendReport:
         """Do one update: join if needed, prepare all engines, broadcast, complete and commit.

@@ -67,7 +67,7 @@ class Engine:
     def __init__(self, **options: int | str) -> None:
         self.sim = Simulation(**options)
         self.scheduler = self.sim.scheduler
-        self.weights = WeightControl(self.scheduler, 2)
+        self.weights = WeightControl(self.scheduler.weights, 2)
         self.now = 0.0
         self.calls = 0
         self.answers: dict[int, list[WeightAnswer]] = {}

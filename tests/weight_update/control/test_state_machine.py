@@ -86,7 +86,7 @@ class Updates(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sim = Simulation()
-        self.control = WeightControl(self.sim.scheduler, RANKS)
+        self.control = WeightControl(self.sim.scheduler.weights, RANKS)
         self.ranks = [Rank() for _ in range(RANKS)]
         self.now = 0.0
         self.calls = 0
@@ -179,7 +179,7 @@ class Updates(RuleBasedStateMachine):
         self.names += 1
         if len(self.sim.scheduler.requests) >= 6:
             return
-        if self.sim.scheduler.poisoned is None:
+        if self.sim.scheduler.weights.poisoned is None:
             self.sim.add(f"r{self.names}", list(range(length)), max_new_tokens=count)
         else:
             with pytest.raises(AssertionError):  # it is rejected
@@ -300,10 +300,10 @@ class Updates(RuleBasedStateMachine):
         session = self.control.machine.session
         if session is not None and session.phase is UpdatePhase.COMMITTING:
             return
-        if self.sim.scheduler.poisoned is None:
+        if self.sim.scheduler.weights.poisoned is None:
             assert len({rank.weights for rank in self.ranks}) == 1 and not any(r.torn for r in self.ranks)
         assert (self.control.machine.state == "poisoned") == (
-            session is None and self.sim.scheduler.poisoned is not None
+            session is None and self.sim.scheduler.weights.poisoned is not None
         )
 
     @invariant()

@@ -14,6 +14,7 @@ from msgspec import structs
 from segue.errors import WeightSyncError
 from segue.messages.weight_operations import Group
 from segue.trainer.group import TrainerGroup as SendingGroup
+from segue.weight_update.transport import rendezvous
 from segue.weight_update.transport.group import ANNOUNCED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import MAX_ATTEMPTS, Groups
 from segue.weight_update.transport.rendezvous import resolve
@@ -203,7 +204,7 @@ def test_joining_and_leaving_leaks_no_threads_and_no_files(
     once()
     wait_until(lambda: num_threads() > 0)
     threads, files = num_threads(), len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
+    for _ in range(8):
         once()
     wait_until(lambda: num_threads() <= threads, what="as many threads as before")
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, what="as many files as before")
@@ -238,14 +239,20 @@ def test_announced_buckets_are_those_that_the_trainer_has_begun(
 
 
 @pytest.fixture
-def silent() -> Iterator[int]:
+def short_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets torch try for 0.3 s at a time to reach a store, where the peer is none and no try can succeed."""
+    monkeypatch.setattr(rendezvous, "_STORE_S", 0.3)
+
+
+@pytest.fixture
+def silent(short_tries: None) -> Iterator[int]:
     """The port of a listener that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0), backlog=500) as listener:
         yield listener.getsockname()[1]
 
 
 @pytest.fixture
-def closing_listener() -> Iterator[int]:
+def closing_listener(short_tries: None) -> Iterator[int]:
     """The port of a listener that closes every connection at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -328,7 +335,7 @@ def test_giving_up_an_attempt_leaves_other_groups_of_the_same_store_alone(
 ) -> None:
     group = new_group()
     joined = trainer.meet(groups, group)
-    attempt = groups.start(structs.replace(group, name="other"), 0, 3.0)
+    attempt = groups.start(structs.replace(group, name="other"), 0, 1.0)
     wait_until(lambda: attempt.peer is not None, what="an accepted connection")
     groups.stop(attempt.group, "its client has gone")
     wait_until(lambda: not groups._running, 15, what="no attempt left")

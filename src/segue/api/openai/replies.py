@@ -133,7 +133,11 @@ class Chunks:
         self._logprobs = wanted.has_logprobs
         self._usage = wanted.usage_in_stream
         # The client has the first chunk already where a request begins with outputs.
-        self._begun = {index for index, request in enumerate(wanted.requests) if request.outputs}
+        self._begun = {
+            index
+            for index, request in enumerate(wanted.requests)
+            if request.outputs or request.output_end is not None
+        }
         self._head = b"data: " + encode(wanted.envelope(dialect.chunk_object))[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 

@@ -149,11 +149,14 @@ class Wanted:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
-    """Render the chat template, and check what the types of the fields cannot say."""
+async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
+    """Render the chat template, and check what the types of the fields cannot say.
+
+    ``reply_id`` takes the place of a random id.
+    """
     check_model(body.model, model)
     check_num_biases(len(body.logit_bias or ()))
-    rid = f"chatcmpl-{uuid.uuid4().hex}"
+    rid = reply_id or f"chatcmpl-{uuid.uuid4().hex}"
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
@@ -172,11 +175,14 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel) -> Wanted:
     return _wanted(body, model, rid, [request])
 
 
-def completion_call(body: CompletionRequest, model: ServedModel) -> Wanted:
-    """Make one request per prompt, and check what the types of the fields cannot say."""
+def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
+    """Make one request per prompt, and check what the types of the fields cannot say.
+
+    ``reply_id`` takes the place of a random id.
+    """
     check_model(body.model, model)
     check_num_biases(len(body.logit_bias or ()))
-    rid = f"cmpl-{uuid.uuid4().hex}"
+    rid = reply_id or f"cmpl-{uuid.uuid4().hex}"
     options = SamplingOptions.of(body)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))

@@ -30,6 +30,7 @@ class Port(Protocol):
 
     poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
     weight_version: str  # the name of the served weights
+    is_updating: bool  # whether a session is open
     receive_requires_pause: bool  # whether weights may be received only while generation is paused
 
     @property
@@ -110,6 +111,7 @@ class WeightMachine:
         """Open a session; none may be open."""
         assert self.session is None
         self.num_sessions += 1
+        self._port.is_updating = True
         self.session = UpdateSession(
             number=self.num_sessions,
             id=name or f"session-{self.num_sessions}",
@@ -327,6 +329,7 @@ class WeightMachine:
         """Forget the open session, and let the frontend know; its calls are answered elsewhere."""
         assert self.session is session
         self.session = None
+        self._port.is_updating = False
         self._outbox.send(self.notice())
 
     def _finish(self, session: UpdateSession, success: bool, message: str) -> None:

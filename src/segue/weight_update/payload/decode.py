@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from segue.errors import InvalidRequestError
+from segue.memory.device_shared import visible_uuids
 from segue.weight_update.payload.pickle_machine import Record, refusal
 from segue.weight_update.payload.unpickle import (
     CudaView,
@@ -343,10 +344,9 @@ def _shared_file_size(handle: bytes) -> int:
 
 def _device_index(device: Any) -> int:
     """Returns this process's index of the sender's GPU, given as an index or as a UUID."""
-    count = torch.cuda.device_count()
-    if type(device) is int and 0 <= device < count:
+    uuids = visible_uuids()
+    if type(device) is int and 0 <= device < len(uuids):
         return device
-    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if device in uuids:
         return uuids.index(device)
     raise InvalidRequestError(

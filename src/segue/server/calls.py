@@ -1,0 +1,147 @@
+"""The calls of the routes that generate: a body becomes requests, and what they generate becomes a reply.
+
+:mod:`segue.server.generation_routes` answers clients with it, and :mod:`segue.server.leg_routes` routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from segue.api.native import NativeCall, NativeReplies, parse_call
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, choice, usage
+from segue.api.openai.requests import Wanted, chat_call, completion_call, parse_chat, parse_completion
+from segue.errors import SegueError
+from segue.frontend.request import Generation, Output
+from segue.launch.runtime import Runtime
+from segue.server import large_body
+from segue.server.body import decode_json
+from segue.server.responses import DONE, event, native_body, openai_body
+
+
+class Reply(Protocol):
+    """The reply to a call while its requests run."""
+
+    def event(self, index: int, output: Output) -> bytes:
+        """Returns what a stream adds for new output of request ``index``; it may be empty."""
+        ...
+
+    def last_event(self) -> bytes:
+        """Returns how a stream ends once all requests have: the usage, if asked for, and the end mark."""
+        ...
+
+    async def whole(self) -> tuple[Any, int]:
+        """Waits for the end; returns the whole reply, and its number of entries, such as tokens.
+
+        That number says how long encoding takes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallKind:
+    """What is different between the routes that generate."""
+
+    # Makes a call of a body; the id takes the place of a random one.
+    parse: Callable[[Runtime, bytes, str | None], Awaitable[Wanted | NativeCall]]
+    reply: Callable[[Runtime, Any, Generation], Reply]  # for a call that `parse` has made
+    error_body: Callable[[SegueError], dict[str, Any]]
+
+
+# --- OpenAI ---
+
+
+async def _chat(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
+    body = await decode_json(runtime, data, parse_chat, large_body.chat)
+    return await chat_call(body, runtime.served_model, reply_id)
+
+
+async def _completion(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
+    body = await decode_json(runtime, data, parse_completion, large_body.completion)
+    return completion_call(body, runtime.served_model, reply_id)
+
+
+class OpenAIReply:
+    """The reply to a call of OpenAI's API; ``dialect`` writes its choices, chat or completion."""
+
+    def __init__(
+        self,
+        dialect: type[ChatDialect] | type[CompletionDialect],
+        runtime: Runtime,
+        wanted: Wanted,
+        generation: Generation,
+    ) -> None:
+        self._dialect = dialect(runtime.manager.table)
+        self._thread_pool = runtime.manager.thread_pool
+        self._wanted = wanted
+        self._generation = generation
+        self._chunks = Chunks(self._dialect, wanted)
+
+    def event(self, index: int, output: Output) -> bytes:
+        """Returns the chunks for new output of a choice."""
+        return self._chunks.of(index, output)
+
+    def last_event(self) -> bytes:
+        """Returns the chunk with the usage, if asked for, and the end mark."""
+        return self._chunks.usage(self._generation.ends) + DONE
+
+    async def whole(self) -> tuple[Any, int]:
+        """Returns the whole reply, which a thread builds if it has many entries: choices and logprobs."""
+        outputs = await self._generation.outputs()
+        num_entries = len(outputs) + sum(
+            1 + len(entry.top) for output in outputs for entry in output.logprobs
+        )
+        has_logprobs = self._wanted.has_logprobs
+
+        def choices() -> list[dict[str, Any]]:
+            return [
+                choice(self._dialect, index, output, has_logprobs) for index, output in enumerate(outputs)
+            ]
+
+        return self._wanted.envelope(self._dialect.object) | {
+            "choices": await self._thread_pool.build(choices, num_entries),
+            "usage": usage(self._generation.ends),
+        }, num_entries
+
+
+# --- native ---
+
+
+async def _native(runtime: Runtime, data: bytes, reply_id: str | None) -> NativeCall:
+    most = runtime.config.max_queued_requests
+    return await decode_json(
+        runtime, data, lambda body: parse_call(body, most, reply_id), large_body.generate
+    )
+
+
+class NativeReply:
+    """The reply to a call of ``/generate``."""
+
+    def __init__(self, runtime: Runtime, call: NativeCall, generation: Generation) -> None:
+        self._replies = NativeReplies(runtime.manager, call, generation)
+
+    def event(self, index: int, output: Output) -> bytes:
+        """Returns an event with the reply to a request so far."""
+        return event(self._replies.update(index))
+
+    def last_event(self) -> bytes:
+        """Returns the end mark."""
+        return DONE
+
+    async def whole(self) -> tuple[Any, int]:
+        """Returns the whole reply."""
+        return await self._replies.result()
+
+
+CHAT = CallKind(parse=_chat, reply=partial(OpenAIReply, ChatDialect), error_body=openai_body)
+COMPLETION = CallKind(
+    parse=_completion, reply=partial(OpenAIReply, CompletionDialect), error_body=openai_body
+)
+NATIVE = CallKind(parse=_native, reply=NativeReply, error_body=native_body)
+CALL_KINDS: Mapping[str, CallKind] = {  # by the path of the route
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/generate": NATIVE,
+}

@@ -1,0 +1,153 @@
+"""A router's side of legs: sends them, reads frames, and joins what frames have named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from segue.messages.leg import LEG_CONTENT, LEG_PATH, Data, End, Frame, Leg, LegFailed, LegOutput
+from tests.server.live import LiveServer
+
+_decode = msgspec.msgpack.Decoder(Frame).decode
+# Of meta_info: a time, what a cache has, and the versions of which a later leg knows only its own.
+_DIFFERS = ("e2e_latency", "cached_tokens", "weight_versions")
+
+
+def leg_of(path: str, body: dict[str, Any], **fields: Any) -> Leg:
+    """Returns a leg; those of one test differ in ``fields`` only."""
+    fields = {"kind": "whole", "id": "leg-1", "created": 1_700_000_000, "seed": 77} | fields
+    return Leg(path=path, body=json.dumps(body).encode(), **fields)
+
+
+def post(server: LiveServer, leg: Leg) -> httpx.Response:
+    return server.client.post(LEG_PATH, content=msgspec.msgpack.encode(leg))
+
+
+@contextmanager
+def reading(server: LiveServer, leg: Leg) -> Iterator[Iterator[Frame]]:
+    """Yields the frames of a leg as they come; leaving the block closes the connection."""
+    content = msgspec.msgpack.encode(leg)
+    with server.client.stream("POST", LEG_PATH, content=content) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"] == LEG_CONTENT
+        yield _frames(response.iter_bytes())
+
+
+def frames(server: LiveServer, leg: Leg) -> list[Frame]:
+    """Returns all frames of a leg."""
+    with reading(server, leg) as found:
+        return list(found)
+
+
+def _frames(chunks: Iterator[bytes]) -> Iterator[Frame]:
+    data = b""
+    for chunk in chunks:
+        data += chunk
+        while len(data) >= 4 and len(data) >= 4 + (size := int.from_bytes(data[:4], "big")):
+            yield _decode(data[4 : 4 + size])
+            data = data[4 + size :]
+    assert not data, "the reply ends within a frame"
+
+
+def payload(frames: Iterable[Frame]) -> bytes:
+    return b"".join(frame.payload for frame in frames)
+
+
+def named(frames: Iterable[Frame], before: Iterable[LegOutput] = ()) -> list[LegOutput]:
+    """Returns the outputs of the next leg, after one that had ``before`` and gave these frames."""
+    joined = {output.index: output for output in before}
+    for frame in frames:
+        for more in frame.outputs if isinstance(frame, Data) else []:
+            one = joined.get(more.index, LegOutput(more.index))
+            assert not one.end, "nothing is named behind the end"
+            ids, logprobs = one.ids + more.ids, one.logprobs + more.logprobs
+            joined[more.index] = LegOutput(more.index, ids, logprobs, more.end)
+    return list(joined.values())
+
+
+def whole_body(frames: list[Frame]) -> Any:
+    """Returns the body of a reply that is not a stream, without what may differ from leg to leg."""
+    assert isinstance(frames[-1], End)
+    assert payload(frames[:-1]) == b""
+    return _comparable(json.loads(frames[-1].payload))
+
+
+def failure(frames: list[Frame]) -> LegFailed:
+    assert isinstance(frames[-1], LegFailed)
+    return frames[-1]
+
+
+# --- streams ---
+
+
+def stream(data: bytes) -> Any:
+    """Returns what a stream says, however its tokens were spread over events.
+
+    Asserts that what may come only once does so: roles, ends, the usage, the end mark.
+    """
+    *blocks, rest = data.decode().split("\n\n")
+    assert rest == ""
+    texts = [block.removeprefix("data: ") for block in blocks]
+    assert texts.index("[DONE]") == len(texts) - 1
+    events = [json.loads(text) for text in texts[:-1]]
+    return _openai(events) if "choices" in events[0] else _native(events)
+
+
+def _native(events: list[dict[str, Any]]) -> Any:
+    last: dict[int, Any] = {}
+    for event in events:
+        index = event.get("index", 0)
+        if (before := last.get(index)) is not None:
+            assert before["meta_info"]["finish_reason"] is None, "nothing comes behind the end"
+            assert event["text"].startswith(before["text"])
+            count = len(before["output_ids"])
+            assert event["output_ids"][:count] == before["output_ids"]
+        last[index] = event
+    return {index: _comparable(event) for index, event in last.items()}
+
+
+def _openai(events: list[dict[str, Any]]) -> Any:
+    heads, usages, choices = set(), [], dict[int, dict[str, Any]]()
+    for event in events:
+        heads.add((event["id"], event["object"], event["created"], event["model"]))
+        if event.get("usage"):
+            assert event is events[-1] and event["choices"] == []
+            usages.append(_comparable(event["usage"]))
+        for choice in event["choices"]:
+            found = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "roles": 0, "end": None})
+            assert found["end"] is None, "nothing comes behind the end"
+            delta = choice.get("delta", {})
+            if "role" in delta:
+                assert found["text"] == ""
+                found["roles"] += 1
+            found["text"] += delta.get("content", "") + choice.get("text", "")
+            found["end"] = choice["finish_reason"]
+            found["logprobs"] += _logprobs(choice["logprobs"])
+    assert len(heads) == 1
+    return heads, usages, choices
+
+
+def _logprobs(given: dict[str, Any] | None) -> list[Any]:
+    """Returns an entry per token, of chat or of completions."""
+    if given is None:
+        return []
+    if "content" in given:
+        return list(given["content"])
+    return list(zip(*(given[name] for name in sorted(given)), strict=True))
+
+
+def _comparable(reply: Any) -> Any:
+    if isinstance(reply, list):
+        return [_comparable(each) for each in reply]
+    if isinstance(reply, dict):
+        return {
+            name: _comparable(value)
+            for name, value in reply.items()
+            if name not in (*_DIFFERS, "prompt_tokens_details")
+        }
+    return reply

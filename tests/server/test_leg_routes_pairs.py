@@ -1,0 +1,94 @@
+"""A prefill and a decode engine that a router sends two legs give what one engine gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.messages.leg import RETRYABLE, Data, End
+from tests.server.leg_fleet import (
+    CASES,
+    CHAT,
+    ROOMS,
+    USAGE,
+    Case,
+    Fleet,
+    check_each_cut,
+    each_case,
+    in_stream,
+    in_whole,
+    native,
+    openai,
+    tokens,
+)
+from tests.server.legs import frames, leg_of, named, payload, post, reading, stream, whole_body
+
+
+@each_case
+def test_a_pair_streams_what_one_engine_does(fleet: Fleet, case: Case) -> None:
+    path, body = in_stream(case)
+    told = frames(fleet.two, leg_of(path, body))
+    found = fleet.pair(path, body)
+    assert stream(payload(found)) == stream(payload(told))
+    assert tokens(named(found)) == tokens(named(told))
+
+
+@each_case
+def test_a_pair_replies_what_one_engine_does(fleet: Fleet, case: Case) -> None:
+    path, body = in_whole(case)
+    assert whole_body(fleet.pair(path, body)) == whole_body(frames(fleet.two, leg_of(path, body)))
+
+
+@pytest.mark.parametrize("name", ["native, all logprobs", "completion, batch", "chat"])
+def test_a_pair_goes_on_with_a_stream(fleet: Fleet, name: str) -> None:
+    path, body = in_stream(CASES[name])
+    told = frames(fleet.two, leg_of(path, body))
+    before = told[: len(told) // 2]
+    adopted = fleet.handover()["num_adopted"]
+    after = fleet.pair(path, body, outputs=named(before))
+    assert stream(payload(before) + payload(after)) == stream(payload(told))
+    assert fleet.handover()["num_adopted"] > adopted
+
+
+def test_another_decode_engine_goes_on_with_a_pair_s_stream(fleet: Fleet) -> None:
+    path, body = in_stream(CASES["native"])
+    told = fleet.pair(path, body)
+    check_each_cut(told, lambda **more: leg_of(path, body, **more), fleet.two, stream)
+
+
+def test_one_token_needs_no_decoding(fleet: Fleet) -> None:
+    path, body = in_stream(openai(CHAT, max_tokens=1, **USAGE))
+    told = fleet.pair(path, body)
+    assert stream(payload(told)) == stream(payload(frames(fleet.two, leg_of(path, body))))
+
+
+def test_without_a_first_token_the_router_chooses_another_pair(fleet: Fleet) -> None:
+    path, body = in_stream(CASES["chat"])
+    before = fleet.handover()
+    answer = post(fleet.one, leg_of(path, body, kind="decode", room=next(ROOMS), peer="127.0.0.1:1"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "kv_peer_lost")
+    assert "kv_peer_lost" in RETRYABLE
+    assert fleet.handover()["recomputed"] == before["recomputed"], "the prompt was not computed"
+
+
+def test_the_first_token_does_not_wait_for_the_pages(fleet: Fleet) -> None:
+    """The decode engine has no pages to grant until the client has token 1."""
+    many = {"max_new_tokens": 400, "ignore_eos": True}
+    prompts = [f"{index} {'Hello world ' * 30}" for index in range(4)]
+    path, filler = in_stream(("/generate", {"text": prompts, "sampling_params": many}))
+    long = "How are you? " * 15
+    path, body = in_stream(native(long))
+    where = {"room": next(ROOMS), "peer": fleet.peer, "id": "leg-2"}
+    told = frames(fleet.two, leg_of(path, body, id="leg-2"))
+    with reading(fleet.one, leg_of("/generate", filler)) as filling:
+        next(filling)
+        fleet.one.client.post("/pause_generation", json={"mode": "in_place"})
+        first = fleet.threads.submit(frames, fleet.prefill, leg_of(path, body, kind="prefill", **where))
+        with reading(fleet.one, leg_of(path, body, kind="decode", **where)) as decoding:
+            found = [next(decoding)]
+            assert isinstance(found[0], Data) and len(found[0].outputs[0].ids) == 4
+            assert found[0].payload.startswith(b"data: ")
+            assert fleet.handover()["leases"] == {"queued": 1}, "no page was granted"
+            assert first.result(20) == [End(b"")]
+            fleet.one.client.post("/continue_generation", json={})
+            found += decoding
+    assert stream(payload(found)) == stream(payload(told))
