@@ -24,7 +24,10 @@ def answering(*answers: bytes) -> Iterator[str]:
 
         def work() -> None:
             for answer in answers:
-                connection, _ = listener.accept()
+                try:
+                    connection, _ = listener.accept()
+                except OSError:  # the test has ended, and opened no connection
+                    return
                 with connection:
                     connection.settimeout(5)
                     connection.recv(65536)
@@ -33,10 +36,12 @@ def answering(*answers: bytes) -> Iterator[str]:
                     while connection.recv(65536):  # otherwise the connection is reset
                         pass
 
-        thread = threading.Thread(target=work, daemon=True)  # a test may open no connection
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join(5)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from segue.cli.flags import join_sizes, with_options
+from segue.cli.flags import join_lists, with_options
 from segue.config import EngineConfig
 from segue.options import OptionAlias, Options, option
+from segue.router.config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BracketOptions(Options):
+    """An option whose help has brackets, which Rich would take for markup."""
+
+    size: int = option(1, "pip install 'x[y]'.", group="Place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,17 @@ def test_a_command_takes_the_options_of_its_class(
     assert ("SEGUE_SIZE" in CliRunner().invoke(app, ["--help"]).output) == (without is None)
 
 
+def test_brackets_in_the_help_of_an_option_are_shown() -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @with_options(BracketOptions)
+    def go(config: BracketOptions) -> None:
+        """Do nothing."""
+
+    assert "'x[y]'. [1]" in CliRunner().invoke(app, ["--help"], terminal_width=200).output
+
+
 @pytest.mark.parametrize(
     ("given", "joined"),
     [
@@ -60,7 +79,20 @@ def test_a_command_takes_the_options_of_its_class(
     ],
 )
 def test_sizes_may_be_several_words(given: str, joined: str) -> None:
-    assert join_sizes(EngineConfig, given.split()) == joined.split()
+    assert join_lists(given.split(), EngineConfig) == joined.split()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "router --worker http://a:1 http://b:2 --port 0",
+        "router --worker http://a:1 --worker http://b:2 --port 0",
+        "router --worker http://a:1,http://b:2 --port 0",
+    ],
+)
+def test_urls_may_be_several_words_and_come_with_several_flags(given: str) -> None:
+    joined = ["router", "--worker", "http://a:1,http://b:2", "--port", "0"]
+    assert join_lists(given.split(), EngineConfig, RouterConfig) == joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -396,3 +397,44 @@ def test_serve_with_the_real_engine(tiny_model: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def commands(
+    group: typer.core.TyperGroup, path: str = "segue"
+) -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            yield from commands(command, f"{path} {name}")
+        elif isinstance(command, typer.core.TyperCommand):
+            yield f"{path} {name}", command
+
+
+def test_every_option_of_every_command_is_in_a_group_and_has_a_variable() -> None:
+    group = typer.main.get_command(main.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    found = [
+        (path, option)
+        for path, command in commands(group)
+        for option in command.params
+        if isinstance(option, typer.core.TyperOption)
+    ]
+    assert {path for path, _ in found} >= {
+        "segue cluster",
+        "segue trainer",
+        "segue pause",
+        "segue bench profile",
+    }
+    assert [(path, option.name) for path, option in found if not option.rich_help_panel] == []
+    without = [
+        option.opts[0] for _, option in found if not (option.envvar or "SEGUE_" in (option.help or ""))
+    ]
+    assert without == ["--all"]  # no variable makes `segue abort` abort everything
+
+
+@pytest.mark.parametrize(("command", "flag"), [("trainer", "--port"), ("generate", "--temperature")])
+def test_an_option_of_one_command_can_be_set_by_its_variable(
+    command: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"SEGUE_{flag.strip('-').upper()}", "warm")
+    result = RUNNER.invoke(main.app, [command, "Hello"][: 1 if command == "trainer" else 2])
+    assert result.exit_code == 2 and f"'{flag}'" in result.output

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from segue.messages.fleet import PairReport
 from segue.router.breaker import Breaker, BreakerState
 from segue.router.candidates import find_candidates, num_bytes, recomputing
 from segue.router.choice import Ask, Decision, Local, Pair, Refuse, RoutingRules, Whole
@@ -57,9 +56,9 @@ def test_equal_costs_go_to_the_smaller_ids() -> None:
 
 
 def test_the_transfer_to_the_decode_worker_counts() -> None:
-    """8,000 tokens are 1.18 GB: 0.118 s more over a connection of 5 GB/s than over one of 10 GB/s."""
-    slow = view("d0", "decode", step_s=0.0, pairs=[PairReport(prefill="p0", bytes_per_s=5e9)])
-    for step_s, expected in ((0.13, "d0"), (0.11, "d1")):
+    """8,000 tokens are 1.18 GB: 1.06 s more between hosts, at 1 GB/s, than on one host, at 10 GB/s."""
+    slow = view("d0", "decode", step_s=0.0, record_fields={"boot_id": "other"})
+    for step_s, expected in ((1.10, "d0"), (1.02, "d1")):
         fast = view("d1", "decode", step_s=step_s)
         assert ids(chosen(ask(8000), view("p0", "prefill"), slow, fast)) == ("p0", expected)
 
@@ -105,8 +104,8 @@ def test_other_weights_are_taken_if_nothing_else_is_left_and_the_kv_is_computed_
 
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "power_of_two"])
 def test_no_policy_makes_a_pair_of_workers_that_cannot_hand_over(policy: Any) -> None:
-    refused = [PairReport(prefill="p0", refused="page_size is 64 here and 16 there")]
-    workers = [view("p0", "prefill"), view("p1", "prefill", queued_s=9.0), view("d", "decode", pairs=refused)]
+    decode = view("d", "decode", refused={"p0:8998": "page_size is 64 here and 16 there"})
+    workers = [view("p0", "prefill"), view("p1", "prefill", queued_s=9.0), decode]
     for number in range(4):
         decision = chosen(ask(number=number), *workers, prefill_policy=policy, decode_policy=policy)
         assert ids(decision) == ("p1", "d")
@@ -223,11 +222,7 @@ HEALTH: list[dict[str, Any]] = [{}, {}, {}, {}, {"paused": True}, {"state": "dra
 @st.composite
 def worker_views(draw: Any, number: int) -> WorkerView:
     role = draw(st.sampled_from(["prefill", "prefill", "decode", "decode", "both"]))
-    pairs = [
-        PairReport(prefill=f"w{n}", bytes_per_s=draw(st.sampled_from([0.0, 1e9, 1e11])), refused=refused)
-        for n in range(number)
-        if (refused := draw(st.sampled_from(["", "", "no"]))) or draw(st.booleans())
-    ]
+    refused = {f"w{n}:8998": "no" for n in range(number) if draw(st.sampled_from([False, False, True]))}
     worker = view(
         f"w{number}",
         role,
@@ -236,7 +231,7 @@ def worker_views(draw: Any, number: int) -> WorkerView:
         step_s=draw(SECONDS),
         taken_pages=draw(st.integers(0, 4000)),
         version=draw(st.sampled_from("112")),
-        pairs=pairs,
+        refused=refused,
         coefficients=DEVICE._replace(per_token=draw(st.sampled_from([2e-5, 5e-5]))),
         **draw(st.sampled_from(HEALTH)),
     )
@@ -275,19 +270,18 @@ def brute_force(request: Ask, fleet: FleetSnapshot) -> float:
     for first in found.prefill:
         for second in found.decode:
             a, b = first.worker, second.worker
-            known = b.pairs.get(a.id)
-            if first.is_whole or a.record.model != b.record.model or (known and known.refused):
+            if first.is_whole or a.record.model != b.record.model or a.record.kv_address in b.refused:
                 continue
-            rate = (known and known.bytes_per_s) or (1e10 if a.record.boot_id == b.record.boot_id else 1e9)
+            rate = 1e10 if a.record.boot_id == b.record.boot_id else 1e9
             size = num_bytes(request, b, second.hit)
-            place = second.cost - size / b.fastest_bytes_s
+            place = second.cost - size / 1e10
             if a.report and b.report and a.report.identity == b.report.identity:
                 same.append(first.cost + place + size / rate)
             other.append(first.cost + recomputing(request, second, fleet, 0.0).cost)
     return min([*alone, *same], default=min(other, default=inf))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_choice_by_cost_is_the_cheapest_of_all(case: tuple[Ask, FleetSnapshot]) -> None:
     request, fleet = case
@@ -299,7 +293,7 @@ def test_the_choice_by_cost_is_the_cheapest_of_all(case: tuple[Ask, FleetSnapsho
         assert decision.seconds == pytest.approx(least)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), RULES, st.integers(0, 3))
 def test_no_policy_takes_an_excluded_worker_or_half_a_pair_or_refuses_without_need(
     case: tuple[Ask, FleetSnapshot], rules: RoutingRules, seed: int
@@ -312,7 +306,8 @@ def test_no_policy_takes_an_excluded_worker_or_half_a_pair_or_refuses_without_ne
     if isinstance(decision, Pair):
         first, second = taken
         assert (first.record.role, second.record.role) == ("prefill", "decode")
-        assert first.record.model == second.record.model and second.bytes_per_s_from(first) > 0
+        assert first.record.model == second.record.model
+        assert first.record.kv_address not in second.refused
         assert decision.recompute == (first.kv_kind != second.kv_kind)
     elif isinstance(decision, Whole):
         assert taken[0].record.role == "both" or (taken[0].record.role, request.max_new_tokens) == (

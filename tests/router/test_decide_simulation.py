@@ -7,6 +7,7 @@ of the router alone. Time is simulated.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from random import Random
 
 import numpy as np
@@ -65,9 +66,10 @@ class RoutedFleet:
         self.waits["short" if tokens <= THRESHOLD else "long"].append(end - now)
 
 
-def simulate(*, grouped: bool, seconds: float, seed: int = 0, load: float = 0.7) -> RoutedFleet:
+@cache
+def simulate(*, grouped: bool, seconds: float, load: float) -> RoutedFleet:
     """95 % short prompts, 5 % long ones, at ``load`` of what four workers can do."""
-    random = Random(seed)
+    random = Random(0)
     fleet = RoutedFleet(rules=RoutingRules(), grouped=grouped)
 
     def length() -> int:
@@ -101,12 +103,12 @@ def test_groups_keep_short_prompts_from_waiting_behind_long_ones(load: float) ->
 
 def test_groups_follow_the_load() -> None:
     """Two thirds of the work are long prompts."""
-    groups = simulate(grouped=True, seconds=60.0).groups
+    groups = simulate(grouped=True, seconds=60.0, load=0.7).groups
     assert (len(groups.short), len(groups.long), groups.num_moves) == (1, 3, 1)
 
 
 def test_all_holds_end() -> None:
-    fleet = simulate(grouped=True, seconds=5.0)
+    fleet = simulate(grouped=True, seconds=5.0, load=0.7)
     for _, hold in fleet.ends:
         fleet.holds.release(hold)
     assert all(held.num_requests == 0 for held in fleet.holds.by_worker().values())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.laps.cost import Coefficients
-from segue.messages.fleet import PairReport, WorkerReport
+from segue.messages.fleet import WorkerReport
 from segue.router.breaker import Breaker, BreakerState
 from segue.router.fleet import (
     BETWEEN_HOSTS_BYTES_S,
@@ -40,7 +40,6 @@ def test_a_healthy_worker_has_nothing_against_it() -> None:
         ({"trouble": "its weights are poisoned"}, "its weights are poisoned"),
         ({"heartbeat_age_s": 3.5}, "its scheduler has sent no heartbeat for 3.5 s"),
         ({"epoch": 4}, "its epoch 0 was replaced by epoch 4"),
-        ({"at": -3.1}, "it has been silent for 4.1 s"),
     ],
 )
 def test_a_report_may_say_why_a_worker_gets_nothing(fields: dict[str, Any], words: str) -> None:
@@ -95,20 +94,14 @@ def test_queued_seconds_shrink_for_at_most_the_period_of_the_reports() -> None:
     assert WorkerView(record=record("a"), newest_epoch=0).queued_s(1.0) == 0.0
 
 
-def test_a_pair_has_the_measured_bandwidth_else_one_by_place_and_none_if_it_is_refused() -> None:
-    pairs = [
-        PairReport(prefill="fast", bytes_per_s=2e11),
-        PairReport(prefill="bad", refused="page_size 64, 16"),
-    ]
-    decode = view("d", "decode", pairs=[*pairs, PairReport(prefill="new")])
-    assert decode.bytes_per_s_from(view("fast")) == decode.fastest_bytes_s == 2e11
-    assert decode.bytes_per_s_from(view("bad")) == 0.0
-    assert decode.bytes_per_s_from(view("new")) == SAME_HOST_BYTES_S
+def test_the_bandwidth_of_a_pair_depends_on_whether_it_is_on_one_host() -> None:
+    decode = view("d", "decode")
+    assert decode.bytes_per_s_from(view("near")) == SAME_HOST_BYTES_S
     assert decode.bytes_per_s_from(view("far", record_fields={"boot_id": "other"})) == BETWEEN_HOSTS_BYTES_S
 
 
 def test_a_report_survives_json_and_its_coefficients_are_those_of_the_cost_model() -> None:
-    sent = report(pairs=[PairReport(prefill="p")], version="7", commits=2)
+    sent = report(refused={"10.0.0.1:8998": "no"}, version="7", commits=2)
     assert msgspec.json.decode(msgspec.json.encode(sent), type=WorkerReport) == sent
     assert Coefficients(*sent.coefficients) == DEVICE
     assert len(Coefficients._fields) == len(sent.coefficients)

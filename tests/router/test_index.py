@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from array import array
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.router.index import BLOCK, MOST_RETIRED, PrefixIndex, keys_of
+from segue.router.index import BLOCK, MOST_BLOCKS, MOST_RETIRED, PrefixIndex, keys_of
 
 
-def prompt(*blocks: int, rest: int = 0) -> bytes:
-    """Ids of which each block is one number, repeated; ``rest``: ids behind the last block."""
-    return array("i", [block for block in blocks for _ in range(BLOCK)] + [7] * rest).tobytes()
+def prompt(*blocks: int, rest: int = 1) -> bytes:
+    """Bytes of which each block is one number, repeated; ``rest``: bytes behind the last block."""
+    return b"".join(block.to_bytes(4, "little") * (BLOCK // 4) for block in blocks) + b"]" * rest
 
 
 def index_with(**chains: bytes) -> PrefixIndex:
     index = PrefixIndex()
-    for worker, ids in chains.items():
+    for worker, text in chains.items():
         index.observe(worker, "cache")
-        index.add(keys_of(ids), worker, "cache")
+        index.add(keys_of(text), worker, "cache")
     return index
 
 
@@ -38,8 +37,16 @@ def test_a_block_counts_only_where_it_stood() -> None:
     assert index.match(keys_of(prompt(2))) == {} and index.match(keys_of(prompt(2, 1))) == {}
 
 
-def test_ids_behind_the_last_full_block_are_left_out() -> None:
-    assert keys_of(prompt(1, rest=BLOCK - 1)) == keys_of(prompt(1)) and keys_of(prompt(rest=3)) == []
+def test_bytes_behind_the_last_full_block_are_left_out() -> None:
+    assert keys_of(prompt(1, rest=BLOCK)) == keys_of(prompt(1)) and keys_of(prompt(rest=3)) == []
+
+
+def test_the_last_byte_is_no_part_of_what_a_longer_prompt_begins_with() -> None:
+    assert keys_of(prompt(1, rest=0)) == [] and len(keys_of(prompt(1, 2, rest=0))) == 1
+
+
+def test_only_the_beginning_of_a_huge_prompt_is_compared() -> None:
+    assert len(keys_of(bytes(BLOCK * (MOST_BLOCKS + 5)))) == MOST_BLOCKS
 
 
 def test_another_cache_of_a_worker_holds_nothing() -> None:
@@ -69,15 +76,15 @@ def test_a_worker_that_left_has_nothing_when_it_returns() -> None:
 def test_less_than_predicted_takes_back_the_rest_of_the_prompt() -> None:
     keys = keys_of(prompt(1, 2, 3))
     index = index_with(a=prompt(1, 2, 3), b=prompt(1, 2, 3))
-    index.correct(keys, "a", predicted=3 * BLOCK, cached_tokens=BLOCK + 5)
+    index.correct(keys, "a", predicted=3 * BLOCK, cached=BLOCK + 5)
     assert index.match(keys) == {"a": BLOCK, "b": 3 * BLOCK}
 
 
 def test_as_much_as_predicted_takes_nothing_back() -> None:
     """The rest of the prompt was not predicted: it was noted when the prompt was sent."""
     index = index_with(a=prompt(1, 2, 3))
-    index.correct(keys_of(prompt(1, 2, 3)), "a", predicted=BLOCK, cached_tokens=BLOCK)
-    index.correct(keys_of(prompt(1, 2, 3)), "unknown", predicted=BLOCK, cached_tokens=0)
+    index.correct(keys_of(prompt(1, 2, 3)), "a", predicted=BLOCK, cached=BLOCK)
+    index.correct(keys_of(prompt(1, 2, 3)), "unknown", predicted=BLOCK, cached=0)
     assert index.match(keys_of(prompt(1, 2, 3))) == {"a": 3 * BLOCK}
 
 
@@ -87,7 +94,7 @@ def test_a_correction_reaches_both_generations() -> None:
     keys = keys_of(prompt(1, 2))
     index.add(keys, "a", 0)
     index.add(keys_of(prompt(7, 8)), "a", 0)  # the generations turn
-    index.correct(keys, "a", predicted=2 * BLOCK, cached_tokens=0)
+    index.correct(keys, "a", predicted=2 * BLOCK, cached=0)
     assert index.match(keys) == {}
 
 
@@ -179,16 +186,16 @@ def test_it_claims_only_what_a_worker_was_given_since_its_cache_is_this_one(
 
 
 @pytest.mark.alone
-def test_a_look_up_of_8192_tokens_costs_tens_of_microseconds() -> None:
+def test_a_look_up_of_32_kib_costs_tens_of_microseconds() -> None:
     random, index = Random(0), PrefixIndex()
     workers = [f"w{n}" for n in range(64)]
-    ids = array("i", [random.randrange(150_000) for _ in range(8192)]).tobytes()
+    text = random.randbytes(32 << 10)
     for worker in workers:
         index.observe(worker, 0)
-        index.add(keys_of(ids)[: random.randrange(129)], worker, 0)
+        index.add(keys_of(text)[: random.randrange(129)], worker, 0)
     best = 1.0
     for _ in range(200):
         began = time.perf_counter()
-        index.match(keys_of(ids))
+        index.match(keys_of(text))
         best = min(best, time.perf_counter() - began)
     assert best < 300e-6, f"{best * 1e6:.0f} us"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from segue.laps.cost import Coefficients
-from segue.messages.fleet import PairReport, Role, WorkerLoad, WorkerRecord, WorkerReport, WorkerState
+from segue.messages.fleet import Role, WorkerLoad, WorkerRecord, WorkerReport, WorkerState
 from segue.messages.kv import KVIdentity
 from segue.router.choice import Ask, Decision, RoutingRules
 from segue.router.decide import decide
@@ -22,13 +21,14 @@ PAGE = 64
 def record(worker_id: str, role: Role = "both", **fields: Any) -> WorkerRecord:
     defaults: dict[str, Any] = {
         "url": f"http://{worker_id}",
-        "incarnation": "first",
+        "incarnation": f"first of {worker_id}",
         "boot_id": "host",
         "model": "model",
         "tokenizer": "tokenizer",
         "page_size": PAGE,
         "max_seq_len": 32_768,
         "kv_bytes_per_token": KV_BYTES,
+        "kv_address": f"{worker_id}:8998" if role == "prefill" else "",
     }
     return WorkerRecord(worker_id=worker_id, role=role, **defaults | fields)
 
@@ -46,7 +46,6 @@ def report(
     coefficients: Coefficients = DEVICE,
     version: str = "1",
     commits: int = 0,
-    pairs: Sequence[PairReport] = (),
     **fields: Any,
 ) -> WorkerReport:
     return WorkerReport(
@@ -62,7 +61,6 @@ def report(
         ),
         coefficients=(*coefficients,),
         identity=KVIdentity(version, commits),
-        pairs=list(pairs),
         **{"heartbeat_age_s": 0.2} | fields,
     )
 

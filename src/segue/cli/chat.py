@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from segue.api.engine import Engine
 from segue.cli.remote import Remote, RemoteError, message_of
 from segue.errors import SegueError
+
+if TYPE_CHECKING:
+    from segue.api.engine import Engine
 
 Message = dict[str, str]
 HELP = "/help  this list\n/reset forget the conversation\n/exit  leave (also Ctrl-D)\nCtrl-C stops an answer."

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field, fields
-from typing import Annotated, Any, Literal, Optional, get_type_hints
+from dataclasses import Field
+from typing import Annotated, Any, Literal, Optional
 
 import typer
+from rich.markup import escape
 
-from segue.options import Options, parse_sizes
+from segue.options import OptionSet, parse_sizes, parse_urls, spelling, variable
+
+# For each check of an option that is a list: whether a word of the command line is one of its entries.
+_IS_ENTRY: dict[Callable[[str, str], object], Callable[[str], bool]] = {
+    parse_sizes: str.isdecimal,
+    parse_urls: lambda word: "://" in word,
+}
 
 
 def with_options(
-    options_class: type[Options], *, without: str | None = None
+    options_class: type[OptionSet], *, without: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a command's ``config`` parameter by one flag per option of ``options_class``.
 
@@ -24,12 +31,11 @@ def with_options(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function with the flags as parameters, which calls ``command`` with its ``config``."""
-        hints = get_type_hints(options_class)
         flags = [
             flag
-            for option in fields(options_class)
+            for option, kind in options_class.listed()
             if option.metadata["group"] != without
-            for flag in _flags(option, hints[option.name])
+            for flag in _flags(option, kind)
         ]
 
         def run(**given: Any) -> Any:
@@ -51,49 +57,69 @@ def with_options(
     return decorate
 
 
-def join_sizes(options_class: type[Options], words: Sequence[str]) -> list[str]:
-    """Return a command line in which the numbers behind a flag of sizes are one word.
+def setting(name: str, help_: str, *, group: str, **rules: Any) -> Any:
+    """Return an option that belongs to one command alone, as a flag and an environment variable.
 
-    SGLang takes ``--sizes 1 2 4``, and Typer gives a flag one word: it becomes ``--sizes 1,2,4``.
+    Args:
+        name: the option's name, with underscores.
+        help_: a sentence for ``--help``.
+        group: the heading under which ``--help`` lists the option.
+        rules: further arguments of ``typer.Option``.
     """
-    names = {
-        _spelling(option.name) for option in fields(options_class) if option.metadata["check"] is parse_sizes
+    text = f"{help_} [dim]{variable(name)}[/dim]"
+    rules |= {"envvar": variable(name), "show_envvar": False, "rich_help_panel": group}
+    return typer.Option(spelling(name), help=text, **rules)
+
+
+def join_lists(words: Sequence[str], *options_classes: type[OptionSet]) -> list[str]:
+    """Return a command line in which the entries behind a flag that takes a list are one word.
+
+    Typer gives a flag one word. SGLang takes ``--sizes 1 2 4``, which becomes ``--sizes 1,2,4``. URLs may
+    also come each with a flag of its own: ``--worker A --worker B`` becomes ``--worker A,B``.
+    """
+    checks = {
+        spelling(option.name): option.metadata["check"]
+        for options_class in options_classes
+        for option, _ in options_class.listed()
+        if option.metadata["check"] in _IS_ENTRY
     }
     joined: list[str] = []
-    is_sizes = False  # whether the last joined word has the sizes of such a flag
+    lists: dict[str, int] = {}  # flag -> where its list is in `joined`
+    flag = ""  # the flag whose list the next word may be an entry of
     for word in words:
-        if is_sizes and word.isdecimal():
-            joined[-1] += f",{word}"
-            continue
-        is_sizes = bool(joined) and joined[-1] in names and word.isdecimal()
+        check = checks.get(flag)
+        if check is not None and _IS_ENTRY[check](word):
+            if flag in lists and (check is parse_urls or joined[lists[flag] :] == joined[-1:]):
+                joined[lists[flag]] += f",{word}"
+                if joined[-1] == flag:
+                    joined.pop()
+                continue
+            lists[flag] = len(joined)
+        else:
+            flag = word
         joined.append(word)
     return joined
 
 
 def _flags(option: Field[Any], kind: Any) -> Iterator[inspect.Parameter]:
     """Yield the flag of an option, and that of its alias if it has one."""
-    text, group = option.metadata["help"], option.metadata["group"]
+    text, group = escape(option.metadata["help"]), option.metadata["group"]
     if option.default not in (None, False) and not callable(option.default_factory):
         text += f" [dim]\\[{option.default}][/dim]"
     yield _flag(option.name, kind, text, group)
     if (alias := option.metadata["alias"]) is not None:
         same = "; ".join(f"'{other}': '{value}'" for other, value in alias.values.items() if other != value)
-        text = f"Another name of {_spelling(option.name)}" + (f"; {same}." if same else ".")
+        text = f"Another name of {spelling(option.name)}" + (f"; {same}." if same else ".")
         yield _flag(alias.name, Literal[tuple(alias.values)], text, group)
 
 
 def _flag(name: str, kind: Any, text: str, group: str) -> inspect.Parameter:
     """Return a flag; its default is None, so that the environment can set the option."""
     info = typer.Option(
-        _spelling(name),
-        help=f"{text} [dim]SEGUE_{name.upper()}[/dim]",
+        spelling(name),
+        help=f"{text} [dim]{variable(name)}[/dim]",
         rich_help_panel=group,
         show_default=False,
     )
     annotation = Annotated[Optional[kind], info]  # noqa: UP045, `kind` is a value
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _spelling(name: str) -> str:
-    """Return an option's name as a flag."""
-    return f"--{name.replace('_', '-')}"

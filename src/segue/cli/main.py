@@ -1,4 +1,4 @@
-"""The command line: ``segue serve``, ``chat``, ``generate``, ``trainer``, ``models``, ``pause`` and more."""
+"""The command line: ``segue serve``, ``router``, ``cluster``, ``chat``, ``trainer``, ``models`` and more."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
-from segue.api.engine import Engine
-from segue.checkpoint import bundled
-from segue.checkpoint.source import read_json
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
-from segue.cli.flags import join_sizes, with_options
+from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.remote import Remote, control_app
+from segue.cluster.config import ClusterConfig
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
-from segue.launch.runtime import Runtime
 from segue.listener import bind, listen
 from segue.logs import configure
+from segue.router.config import RouterConfig
 
 if TYPE_CHECKING:
+    from segue.api.engine import Engine
     from segue.bench.profile import StepProfile
+    from segue.launch.runtime import Runtime
 
 app = typer.Typer(
     name="segue",
@@ -49,7 +49,7 @@ app.add_typer(control_app)
 def main() -> None:
     """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
     try:
-        app(args=join_sizes(EngineConfig, sys.argv[1:]))
+        app(args=join_lists(sys.argv[1:], EngineConfig, RouterConfig))
     except SegueError as error:
         Console(stderr=True, highlight=False).print(
             f"segue: {error.message}", style="red", markup=False, soft_wrap=True
@@ -73,14 +73,18 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
-CacheDir = Annotated[str | None, typer.Option(help="Where models are kept.")]
+SAMPLING = "Sampling"
+
+CacheDir = Annotated[str | None, setting("cache_dir", "Where models are kept.", group="Model")]
 TrainingDType = Literal["float32", "bfloat16"]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Maximum tokens of an answer; default: the rest of the context.")
+    int | None,
+    setting("max_tokens", "Maximum tokens of an answer; default: the rest of the context.", group=SAMPLING),
 ]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+Temperature = Annotated[float, setting("temperature", "0 always takes the likeliest token.", group=SAMPLING)]
 TopP = Annotated[
-    float, typer.Option(help="Sample from the likeliest tokens that have this probability together.")
+    float,
+    setting("top_p", "Sample from the likeliest tokens that have this probability together.", group=SAMPLING),
 ]
 
 
@@ -102,6 +106,53 @@ def serve(config: EngineConfig) -> None:
     configure(config.log_level)
     listener = bind(config.host, config.port)
     sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
+
+
+@app.command()
+@with_options(RouterConfig)
+def router(config: RouterConfig) -> None:
+    """Serve several engines at one address: each request goes to the one predicted to be done with it first.
+
+    Every option can also be set by the environment variable that its help names.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import uvloop
+
+    from segue.router import lifecycle
+
+    configure(config.log_level)
+    listener = bind(config.host, config.port)
+    sys.exit(uvloop.run(lifecycle.route(config, listener, _print_router_ready)))
+
+
+@app.command()
+@with_options(ClusterConfig)
+def cluster(config: ClusterConfig) -> None:
+    """Start several engines and their router on this machine, and keep them running.
+
+    Clients use the router. Every option can also be set by the environment variable that its help names.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import asyncio
+
+    from segue.cluster.lifecycle import run_cluster
+
+    configure(config.router.log_level)
+    sys.exit(asyncio.run(run_cluster(config, _print_cluster_ready)))
+
+
+def _print_cluster_ready(url: str, workers: str) -> None:
+    """Print the router's URL, and how many workers there are of each role."""
+    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1): {workers}"
+    Console(highlight=False).print(line, soft_wrap=True)
+
+
+def _print_router_ready(url: str) -> None:
+    """Print the router's URL."""
+    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1)"
+    Console(highlight=False).print(line, soft_wrap=True)
 
 
 def _print_ready(runtime: Runtime, url: str) -> None:
@@ -148,10 +199,10 @@ def generate(
 def chat(
     config: EngineConfig,
     url: Annotated[
-        str | None, typer.Option(help="Talk to this server instead of starting an engine.")
+        str | None, setting("url", "Talk to this server instead of starting an engine.", group="Chat")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    key: Annotated[str | None, setting("key", "The server's API key.", group="Chat")] = None,
+    system: Annotated[str | None, setting("system", "A system message.", group="Chat")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
@@ -170,23 +221,40 @@ def chat(
 def trainer(
     model: Annotated[
         str | None,
-        typer.Option(help="Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct."),
+        setting(
+            "model",
+            "Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct.",
+            group="Model",
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, setting("host", "Address to listen on.", group="Server")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)
+        int, setting("port", "Port to listen on; 0 picks a free one.", group="Server", min=0, max=65535)
     ] = 8990,
-    device: Annotated[Device, typer.Option(help="Where the model is trained.")] = "auto",
-    dtype: Annotated[TrainingDType, typer.Option(help="Type of the weights, also when sent.")] = "float32",
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.", min=0)] = 1e-5,
+    device: Annotated[Device, setting("device", "Where the model is trained.", group="Model")] = "auto",
+    dtype: Annotated[
+        TrainingDType, setting("dtype", "Type of the weights, also when sent.", group="Model")
+    ] = "float32",
+    learning_rate: Annotated[
+        float, setting("learning_rate", "Learning rate of AdamW.", group="Model", min=0)
+    ] = 1e-5,
     cache_dir: CacheDir = None,
-    log_level: Annotated[LogLevel, typer.Option(help="How much is logged.")] = "info",
+    log_level: Annotated[LogLevel, setting("log_level", "How much is logged.", group="Server")] = "info",
     allowed_hosts: Annotated[
-        str | None, typer.Option(help="Names that clients may use for this server, separated by commas.")
+        str | None,
+        setting(
+            "allowed_hosts",
+            "Names that clients may use for this server, separated by commas.",
+            group="Server",
+        ),
     ] = None,
     cors_origin: Annotated[
         str | None,
-        typer.Option(help="Origins of web pages that may use this server, separated by commas."),
+        setting(
+            "cors_origin",
+            "Origins of web pages that may use this server, separated by commas.",
+            group="Server",
+        ),
     ] = None,
 ) -> None:
     """Train a model, and send its weights to running servers.
@@ -218,8 +286,8 @@ def profile_steps(
         list[str] | None,
         typer.Argument(help="Decode rows (32), the tokens of a prompt (p512), or both (255+p256)."),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens per decode row.", min=64)] = 512,
-    kernels: Annotated[int, typer.Option(help="Kernels shown per step.", min=1)] = 12,
+    context: Annotated[int, setting("context", "Tokens per decode row.", group="Profile", min=64)] = 512,
+    kernels: Annotated[int, setting("kernels", "Kernels shown per step.", group="Profile", min=1)] = 12,
 ) -> None:
     """Profile steps: each kernel's share of the time, beside the roofline of the hardware."""
     os.environ.update(worker_environment(config.tp))  # as in a worker, before torch reads the environment
@@ -288,6 +356,9 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
 
     The bytes are None if the model is not fetched yet.
     """
+    from segue.checkpoint import bundled
+    from segue.checkpoint.source import read_json
+
     path = cache_dir / "bundled" / bundled.FILE
     if path.exists():
         yield bundled.NAME, "bundled", path.stat().st_size, path
@@ -307,6 +378,8 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
 def _engine(config: EngineConfig) -> Iterator[Engine]:
     """Run an engine for one command; it is shut down when the ``with`` block ends."""
     config = _quiet(config)
+    from segue.api.engine import Engine  # `segue router` starts 0.2 s sooner without it
+
     with Console(stderr=True).status(f"Loading {config.model or 'the bundled model'} …"):
         engine = Engine(**asdict(config))
     with engine:

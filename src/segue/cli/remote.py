@@ -13,13 +13,15 @@ from urllib.parse import urlsplit
 
 import typer
 
+from segue.cli.flags import setting
 from segue.errors import ConfigError, SegueError
 from segue.http_client import open_url
 
 TIMEOUT_S = 600.0
 control_app = typer.Typer()
 PANEL = "Control a running server"  # the heading in `segue --help`
-Url = Annotated[str, typer.Option(help="The running server.")]
+SERVER = "Server"
+Url = Annotated[str, setting("url", "The running server.", group=SERVER)]
 KEYS = ["SEGUE_ADMIN_API_KEY", "SEGUE_API_KEY"]
 
 
@@ -30,7 +32,12 @@ def _given_or_from_environment(key: str | None) -> str | None:
 
 ApiKey = Annotated[
     str | None,
-    typer.Option(help="Its admin key, or API key.", envvar=KEYS, callback=_given_or_from_environment),
+    typer.Option(
+        help="Its admin key, or API key.",
+        envvar=KEYS,
+        callback=_given_or_from_environment,
+        rich_help_panel=SERVER,
+    ),
 ]
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -118,12 +125,16 @@ def _reason(response: Any) -> str:
 def pause(
     mode: Annotated[
         str,
-        typer.Option(
-            help="What happens to requests: wait (running ones finish first), in_place (they keep their KV), "
-            "retract (they give up their KV and wait), abort (they end)."
+        setting(
+            "mode",
+            "What happens to requests: wait (running ones finish first), in_place (they keep their KV), "
+            "retract (they give up their KV and wait), abort (they end).",
+            group="Pause",
         ),
     ] = "retract",
-    ttl: Annotated[float | None, typer.Option(help="Seconds until the server continues by itself.")] = None,
+    ttl: Annotated[
+        float | None, setting("ttl", "Seconds until the server continues by itself.", group="Pause")
+    ] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
@@ -148,7 +159,7 @@ def continue_(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
 @control_app.command(rich_help_panel=PANEL)
 def abort(
     rid: Annotated[str | None, typer.Argument(help="Id of a request, or of a batch.")] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Every request.", rich_help_panel="Requests")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
@@ -161,7 +172,9 @@ def abort(
 
 @control_app.command(rich_help_panel=PANEL)
 def flush(
-    timeout: Annotated[float, typer.Option(help="Seconds to wait until no request holds KV.", min=0)] = 0.0,
+    timeout: Annotated[
+        float, setting("timeout", "Seconds to wait until no request holds KV.", group="Flush", min=0)
+    ] = 0.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:

@@ -26,7 +26,9 @@ NOT_A_PROBE = 0
 LegEnd = Literal["answered", "connect", "timeout", "cut", "client_left"]
 # What an end says about the worker. neither: nothing.
 Verdict = Literal["success", "failure", "neither"]
-REFUSALS = ("overloaded", "paused")  # error codes of a healthy worker that says no
+# Error codes of a healthy worker that says no, or whose partner was lost: a prefill worker that dies must not
+# open the breakers of all decode workers.
+REFUSALS = ("overloaded", "paused", "wrong_role", "draining", "kv_peer_lost")
 
 
 class BreakerState(Enum):

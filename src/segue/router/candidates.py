@@ -15,7 +15,7 @@ from typing import NamedTuple
 from segue.laps.classes import PromptClass, classify
 from segue.laps.cost import StepWork, prompt_seconds, seconds_of
 from segue.router.choice import Ask, RoutingRules
-from segue.router.fleet import NOTHING_HELD, FleetSnapshot, Held, WorkerView
+from segue.router.fleet import NOTHING_HELD, SAME_HOST_BYTES_S, FleetSnapshot, Held, WorkerView
 
 # The price, in seconds, of a place on a decode worker whose pages are all taken; it is proportional to the
 # share of taken pages.
@@ -78,6 +78,9 @@ def _why_not(ask: Ask, worker: WorkerView) -> str | None:
     record = worker.record
     if record.worker_id in ask.tried:
         return "it has failed at this request"
+    if worker.is_foreign and (ask.is_native or ask.is_resumed):
+        why = "it cannot go on with a reply" if ask.is_resumed else "it gets only OpenAI's requests"
+        return f"it is no engine of Segue: {why}"
     tokens = ask.num_tokens + (1 if record.role == "prefill" else ask.max_new_tokens)
     if tokens > record.max_seq_len:
         return f"the request needs {tokens} tokens, and its context has {record.max_seq_len}"
@@ -106,9 +109,9 @@ def _prefill(ask: Ask, worker: WorkerView, held: Held, now: float, rules: Routin
 
 
 def _decode(ask: Ask, worker: WorkerView, held: Held) -> Candidate:
-    """Returns a worker that would get the KV, with the cost of a transfer from the fastest of its peers."""
+    """Returns a worker that would get the KV, with the cost of a transfer on its own host."""
     hit = _hit(ask, worker)
-    cost = _place_s(ask, worker, held) + num_bytes(ask, worker, hit) / worker.fastest_bytes_s
+    cost = _place_s(ask, worker, held) + num_bytes(ask, worker, hit) / SAME_HOST_BYTES_S
     return Candidate(cost, worker.record.worker_id, worker, hit)
 
 

@@ -21,9 +21,7 @@ class RoutingRules:
 
     prefill_policy: RoutingPolicy = "cost"
     decode_policy: RoutingPolicy = "cost"
-    local_prefill_tokens: int = (
-        256  # --local-prefill-tokens: most prompt tokens that a decode worker computes
-    )
+    local_prefill_tokens: int = 256  # --local-prefill-tokens: most tokens that a decode worker computes
     local_growth_s: float = 0.01  # how much longer they may make a step of the decode worker
     laps_threshold: int = 256  # --laps-alloc-threshold: tokens of the longest short prompt
     laps_overflow_s: float = 0.05  # --laps-overflow-ms: how much faster the other group must be at least
@@ -36,10 +34,10 @@ class Ask:
     number: int  # the router's requests are numbered; round_robin counts by it
     num_tokens: int  # of the prompt, and of the output that another worker has made before
     max_new_tokens: int
-    hits: Mapping[str, int] = field(
-        default_factory=dict
-    )  # worker -> tokens in its prefix cache, as predicted
+    hits: Mapping[str, int] = field(default_factory=dict)  # worker -> tokens in its prefix cache, predicted
     tried: frozenset[str] = frozenset()  # workers that have failed at it
+    is_native: bool = False  # its route is not one of OpenAI's
+    is_resumed: bool = False  # the client has a part of the reply: a decode worker may do the rest alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """A decode worker that has most of the prompt's KV computes the rest itself."""
+    """A decode worker computes the prompt itself: it has most of the KV, or a request goes on there alone."""
 
     seconds: float
     assignment: Assignment

@@ -12,14 +12,15 @@ from random import Random
 
 from segue.router.candidates import Candidate, Candidates, find_candidates, num_bytes, recomputing
 from segue.router.choice import Ask, Decision, Local, Pair, Refuse, RoutingPolicy, RoutingRules, Whole
-from segue.router.fleet import Assignment, FleetSnapshot, WorkerView
+from segue.router.fleet import SAME_HOST_BYTES_S, Assignment, FleetSnapshot, WorkerView
 
 
 def decide(ask: Ask, fleet: FleetSnapshot, now: float, rules: RoutingRules, random: Random) -> Decision:
     """Choose the workers of a request.
 
     Workers with the same weights are paired. Only if nothing else is possible, the decode worker may have
-    other weights: then it computes the KV again.
+    other weights: then it computes the KV again. If there is no pair at all, a request of which the client
+    has a part goes on at a decode worker alone.
 
     Args:
         ask: the request.
@@ -43,7 +44,28 @@ def decide(ask: Ask, fleet: FleetSnapshot, now: float, rules: RoutingRules, rand
     again = [recomputing(ask, each, fleet, now) for each in found.decode]
     prefill = _narrowed(found.prefill, again, ask, rules, random, same_weights=False)
     decode = _decode_narrowed(prefill, again, ask, rules, random, same_weights=False)
-    return _best_pair(ask, prefill, decode, inf, recompute=True) or _refusal(found)
+    pair = _best_pair(ask, prefill, decode, inf, recompute=True)
+    if pair is not None:
+        return pair
+    if ask.is_resumed and again:
+        alone_here = min(again)
+        return Local(seconds=alone_here.cost, assignment=_assignment(ask, alone_here))
+    return _refusal(found)
+
+
+def second_claim(
+    ask: Ask, prefill: str, fleet: FleetSnapshot, now: float, rules: RoutingRules, random: Random
+) -> Assignment | None:
+    """Choose another decode worker for KV that the worker ``prefill`` still offers; None: there is none."""
+    found = find_candidates(ask, fleet, now, rules)
+    offering = [
+        Candidate(0.0, worker.id, worker, 0)
+        for worker in fleet.workers
+        if worker.id == prefill and worker.connected
+    ]
+    narrowed = _decode_narrowed(offering, found.decode, ask, rules, random, same_weights=True)
+    able = [each for each in narrowed if any(_joined(p, each, True) for p in offering)]
+    return _assignment(ask, min(able)) if able else None
 
 
 def _narrowed(
@@ -99,7 +121,8 @@ def _joined(prefill: Candidate, decode: Candidate, same_weights: bool) -> bool:
     """Whether the two can be a pair."""
     first, second = prefill.worker, decode.worker
     name = _kv_kind if same_weights else _model
-    return name(first) == name(second) and second.bytes_per_s_from(first) > 0
+    hands_over = bool(first.record.kv_address) and first.record.kv_address not in second.refused
+    return hands_over and name(first) == name(second)
 
 
 def _kv_kind(worker: WorkerView) -> tuple[str, ...]:
@@ -147,10 +170,10 @@ def _best_pair(
 
 
 def _transfer_excess_s(ask: Ask, prefill: Candidate, decode: Candidate) -> float:
-    """Returns the seconds by which the transfer takes longer than from the fastest of the worker's peers."""
+    """Returns the seconds by which the transfer takes longer than from a worker on the same host."""
     worker = decode.worker
     rate = worker.bytes_per_s_from(prefill.worker)
-    return num_bytes(ask, worker, decode.hit) * (1 / rate - 1 / worker.fastest_bytes_s)
+    return num_bytes(ask, worker, decode.hit) * (1 / rate - 1 / SAME_HOST_BYTES_S)
 
 
 def _assignment(ask: Ask, candidate: Candidate) -> Assignment:
@@ -185,8 +208,9 @@ def _pair_reasons(found: Candidates) -> list[tuple[str, str]]:
     reasons = []
     for prefill in found.prefill:
         for decode in found.decode:
-            pair = decode.worker.pairs.get(prefill.id)
-            reason = pair.refused if pair is not None and pair.refused else ""
+            reason = decode.worker.refused.get(prefill.worker.record.kv_address, "")
+            if not prefill.worker.record.kv_address:
+                reason = f"{prefill.id} has no address where it hands over KV"
             if _model(prefill.worker) != _model(decode.worker):
                 reason = "they serve different models"
             reasons.append((f"{prefill.id} -> {decode.id}", reason))

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from segue.laps.classes import PromptClass
 from segue.laps.cost import Coefficients
-from segue.messages.fleet import REPORT_PERIOD_S, PairReport, WorkerRecord, WorkerReport
+from segue.messages.fleet import REPORT_PERIOD_S, WorkerRecord, WorkerReport
 from segue.router.breaker import Breaker
 
 SILENT_S = 3.0  # a worker that reports nothing for longer hangs, and so does one without heartbeats
@@ -38,6 +40,7 @@ class WorkerView:
     record: WorkerRecord
     newest_epoch: int  # the highest of the workers with the same cohort
     connected: bool = True  # whether the connection that the reports come over is open
+    is_foreign: bool = False  # whether it is no engine of Segue: record and report are made up
     is_drained: bool = False  # whether an operator wants it to get no new requests
     report: WorkerReport | None = None  # the last one; None: there was none yet
     reported_at: float = 0.0
@@ -47,8 +50,7 @@ class WorkerView:
     coefficients: Coefficients = field(default_factory=Coefficients)
     cache: CacheName | None = None
     kv_kind: tuple[str, ...] = ()  # workers where it is equal can use each other's KV as it is
-    pairs: Mapping[str, PairReport] = field(default_factory=dict)  # by the prefill worker's id
-    fastest_bytes_s: float = SAME_HOST_BYTES_S  # at least the bandwidth of each of its pairs
+    refused: Mapping[str, str] = field(default_factory=dict)  # as in `WorkerReport`
 
     @property
     def id(self) -> str:
@@ -68,15 +70,11 @@ class WorkerView:
                 record.incarnation, report.epoch, identity.version, identity.commits, report.num_flushes
             ),
             kv_kind=(record.model, record.tokenizer, identity.version, str(identity.commits)),
-            pairs={pair.prefill: pair for pair in report.pairs},
-            fastest_bytes_s=max([SAME_HOST_BYTES_S, *(pair.bytes_per_s for pair in report.pairs)]),
+            refused=report.refused,
         )
 
     def bytes_per_s_from(self, prefill: WorkerView) -> float:
-        """Returns the bandwidth from a prefill worker to this one; 0 if no KV can come from there."""
-        pair = self.pairs.get(prefill.record.worker_id)
-        if pair is not None and (pair.refused or pair.bytes_per_s):
-            return 0.0 if pair.refused else pair.bytes_per_s
+        """Returns the bandwidth from a prefill worker to this one, as it is taken to be."""
         same_host = prefill.record.boot_id == self.record.boot_id
         return SAME_HOST_BYTES_S if same_host else BETWEEN_HOSTS_BYTES_S
 
@@ -93,8 +91,6 @@ class WorkerView:
             return "it has not reported yet"
         if report.epoch != epoch:
             return f"it is registered with epoch {epoch}, and reports epoch {report.epoch}"
-        if now - self.reported_at > SILENT_S:
-            return f"it has been silent for {now - self.reported_at:.1f} s"
         if report.state != "active":
             return f"it is {report.state}"
         if report.trouble:
@@ -104,6 +100,12 @@ class WorkerView:
         if report.heartbeat_age_s > SILENT_S:
             return f"its scheduler has sent no heartbeat for {report.heartbeat_age_s:.1f} s"
         return self.breaker.why_not(now)
+
+    def as_if_running(self) -> WorkerView:
+        """Returns the view of a worker that is paused as one that is not: it keeps requests until then."""
+        if self.report is None or not self.report.paused:
+            return self
+        return replace(self, report=structs.replace(self.report, paused=False))
 
     def queued_s(self, now: float) -> float:
         """Returns the reported seconds of waiting work, less the time since then.
@@ -116,11 +118,15 @@ class WorkerView:
 
 
 class Held(NamedTuple):
-    """What a router has in flight on one worker."""
+    """What a router, or one process of it, has in flight on one worker."""
 
     num_requests: int = 0
     new_us: int = 0  # predicted microseconds of prefill that the worker's last report does not know of
     new_tokens: int = 0  # tokens of KV, the same
+
+    def plus(self, other: Held) -> Held:
+        """Returns both together."""
+        return Held(*(here + there for here, there in zip(self, other, strict=True)))
 
 
 NOTHING_HELD = Held()
@@ -211,6 +217,11 @@ class Holds:
             self._count(worker, entry, -1)
         self._new.pop(worker, None)
         self._held.pop(worker, None)
+
+    @property
+    def num_requests(self) -> int:
+        """The requests in flight."""
+        return sum(held.num_requests for held in self._held.values())
 
     def by_worker(self) -> Mapping[str, Held]:
         """Returns what is in flight now, as a copy."""

@@ -1,37 +1,40 @@
-"""The prefix index: which workers probably have the KV of a prompt's first tokens.
+"""The prefix index: which workers probably have the KV of a prompt's beginning.
 
-Prompts are cut into blocks of 64 tokens. A block's key is a hash of its ids and of the key before it, so that
-it stands for everything up to its end. For each key there is a set of workers, as the bits of an integer.
+A router has no tokenizer, so prompts are compared by the bytes of their JSON, as they stand in the request.
+Equal bytes are equal tokens, and a chat's next turn begins with the bytes of the turn before. Prompts are cut
+into blocks of 256 bytes. A block's key is a hash of its bytes and of the key before it, so that it stands for
+everything up to its end. For each key there is a set of workers, as the bits of an integer.
 
 What the index says is a guess: a worker may have evicted the KV. A wrong guess costs time and never changes
 an answer, since the worker compares the tokens themselves.
 
-Keys are Python's own hashes: SipHash with a key that each process draws at random, so that no client can make
-prompts that collide, and 64 bits, so that none do by chance. They mean nothing in another process.
-The keys of 8,192 tokens take 25 to 37 µs, with BLAKE2b 84 to 100 µs; looking them up takes 8 µs more.
+Keys are Python's own hashes: SipHash with a key that is drawn at random, so that no client can make
+prompts that collide, and 64 bits, so that none do by chance. They mean nothing in another process, except
+among the serving processes of one router: their coordinator draws one key for all (``PYTHONHASHSEED``).
+The keys of 32 KiB take 25 to 37 µs, with BLAKE2b 84 to 100 µs; looking them up takes 8 µs more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-BLOCK = 64  # tokens
-BLOCK_BYTES = BLOCK * 4  # of int32 ids
+BLOCK = 256  # bytes
 CAPACITY = 1 << 18  # blocks per generation
+MOST_BLOCKS = 1 << 12  # of a prompt; what is behind its first MiB is not compared, as 16 MiB would take 15 ms
 MOST_RETIRED = 64  # bits that wait to be used again, before the generations are turned for them
 
 Keys = list[int]
 
 
-def keys_of(ids: bytes) -> Keys:
-    """Returns the keys of the full blocks of a prompt, or of a prompt and its output.
+def keys_of(prompt: bytes) -> Keys:
+    """Returns the keys of the full blocks of a prompt's JSON.
 
-    Args:
-        ids: the token ids, int32.
+    Its last byte is left out: the bracket or the quotation mark there is not part of what a longer prompt
+    begins with.
     """
     key, keys = 0, []
-    for start in range(0, len(ids) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        key = hash((key, ids[start : start + BLOCK_BYTES]))
+    for start in range(0, min(len(prompt) - BLOCK, BLOCK * MOST_BLOCKS), BLOCK):
+        key = hash((key, prompt[start : start + BLOCK]))
         keys.append(key)
     return keys
 
@@ -65,7 +68,7 @@ class PrefixIndex:
         return len(self._young) + len(self._old)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Returns the tokens that each worker has of the prompt with these keys; others have none."""
+        """Returns the bytes that each worker has of the prompt with these keys; others have none."""
         young, old, found = self._young, self._old, self._live
         ends: list[tuple[int, int]] = []  # bits of workers that lack block n, and n
         number = 0
@@ -114,19 +117,19 @@ class PrefixIndex:
         if len(young) >= self._capacity:
             self._turn()
 
-    def correct(self, keys: Sequence[int], worker: str, predicted: int, cached_tokens: int) -> None:
+    def correct(self, keys: Sequence[int], worker: str, predicted: int, cached: int) -> None:
         """Take back what was claimed of a worker that had less of a prompt than was predicted.
 
         Args:
             keys: of the prompt.
             worker: that computed it.
-            predicted: the tokens that it was expected to have, as in the choice that sent the prompt there.
-            cached_tokens: the tokens that it had.
+            predicted: the bytes that it was expected to have, as :meth:`match` gave them.
+            cached: the bytes that it had.
         """
         bit = self._bits.get(worker)
-        if bit is None or cached_tokens >= predicted:
+        if bit is None or cached >= predicted:
             return
-        for key in keys[cached_tokens // BLOCK :]:
+        for key in keys[cached // BLOCK :]:
             for generation in (self._young, self._old):
                 if mask := generation.get(key, 0) & bit:
                     generation[key] ^= mask

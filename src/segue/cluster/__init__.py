@@ -1,0 +1,1 @@
+"""One machine's router and workers, started and watched by one command."""

@@ -1,0 +1,165 @@
+"""The children of a cluster: the command line and the environment of each worker and of the router."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from typing import Any
+
+from segue.children import import_path
+from segue.cluster.config import ClusterConfig
+from segue.cluster.devices import share_gpus, threads_per_rank, visible_gpus
+from segue.cluster.probe import ReadinessProbe
+from segue.cluster.processes import ChildSpec
+from segue.config import EngineConfig, Role, TransportChoice
+from segue.options import Options, spelling, variable
+from segue.router.config import RouterConfig
+
+WORKER_HOST = "127.0.0.1"
+ROUTER = "router"
+ROUTER_STAGE, WORKER_STAGE = 1, 0  # requests end while their workers still run
+SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key"}
+# -P: files in the user's directory must not shadow modules of the standard library.
+SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
+SMALLEST_RATIO = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterHost:
+    """What the processes share, and how they find each other."""
+
+    environ: Mapping[str, str]  # of this process
+    gpus: Sequence[str]  # as CUDA_VISIBLE_DEVICES names them
+    num_cores: int
+    router_url: str
+    worker_ports: Sequence[int]  # one per worker; they stay the same when a worker is started again
+
+
+def make_children(
+    config: ClusterConfig, host: ClusterHost, command: Sequence[str] = SEGUE
+) -> list[ChildSpec]:
+    """Return the workers, then the router. ``command`` is the command line of ``segue``.
+
+    Each call draws new keys: one that the router needs for the workers, and, unless the user has set it, one
+    for handing KV over.
+
+    Raises:
+        DeviceCountError: there are fewer GPUs than the workers need.
+    """
+    key, pd_key = secrets.token_urlsafe(32), config.engine.pd_key or secrets.token_urlsafe(32)
+    base = _without_options(host.environ)
+    base |= import_path(base) | {"PYTHONUNBUFFERED": "1"}
+    roles = _roles(config)
+    shares = share_gpus(host.gpus, config.engine.device, config.engine.tp, len(roles))
+    urls = [f"http://{WORKER_HOST}:{port}" for port in host.worker_ports]
+    children = []
+    for index, (name, role) in enumerate(roles):
+        engine = replace(
+            config.engine,
+            role=role,
+            host=WORKER_HOST,
+            port=host.worker_ports[index],
+            api_key=key,
+            disaggregation_bootstrap_port=0,
+            pd_key=pd_key if role != "both" else None,
+            pd_transport=_pd_transport(config.engine, role, on_gpu=bool(shares[index])),
+            memory_ratio=_memory_ratio(config.engine, len(roles), on_gpu=bool(shares[index])),
+        )
+        environment = base | _secrets_of(engine) | _hardware(config, host, shares, index)
+        children.append(
+            ChildSpec(
+                name=name,
+                role="worker" if role == "both" else f"{role} worker",
+                stage=WORKER_STAGE,
+                command=(*command, "serve", *flags_of(engine)),
+                environment=environment,
+                probe=ReadinessProbe(url=f"{urls[index]}/ready"),
+            )
+        )
+    port = int(host.router_url.rpartition(":")[2])
+    router = replace(config.router, port=port, worker=",".join(urls), worker_api_key=key)
+    children.append(
+        ChildSpec(
+            name=ROUTER,
+            role=ROUTER,
+            stage=ROUTER_STAGE,
+            command=(*command, "router", *flags_of(router)),
+            environment=base | _secrets_of(router),
+            # It is ready when it has heard of every worker: from then on no request waits for one.
+            probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=len(urls)),
+        )
+    )
+    return children
+
+
+def flags_of(options: Options) -> list[str]:
+    """Return the flags that set these options, those with their default value and the secrets left out."""
+    flags = []
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if value == _default(each) or each.name in SECRETS:
+            continue
+        flags.append(spelling(each.name) if value is True else f"{spelling(each.name)}={value}")
+    return flags
+
+
+def _default(option: Field[Any]) -> Any:
+    """Return the default of an option."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def _secrets_of(options: Options) -> dict[str, str]:
+    """Return the variables that set the secret options: every user can read a command line."""
+    names = [each.name for each in fields(options) if each.name in SECRETS]
+    return {variable(name): value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _without_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without options of Segue, which the children get by their command lines."""
+    names = _names(EngineConfig, RouterConfig) | {each.name for each, _ in ClusterConfig.listed()}
+    variables = {variable(name) for name in names}
+    return {name: value for name, value in environ.items() if name not in variables}
+
+
+def _names(*options_classes: type[Options]) -> set[str]:
+    """Return the names of all options, aliases included."""
+    options = [each for options_class in options_classes for each in fields(options_class)]
+    aliases: Iterable[Any] = (each.metadata["alias"] for each in options)
+    return {each.name for each in options} | {alias.name for alias in aliases if alias is not None}
+
+
+def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:
+    """Return each worker's name and role."""
+    size = config.size
+    counts: list[tuple[str, Role, int]] = [
+        ("worker", "both", size.workers),
+        ("prefill", "prefill", size.prefill),
+        ("decode", "decode", size.decode),
+    ]
+    return [(f"{word}-{number}", role) for word, role, count in counts for number in range(count)]
+
+
+def _memory_ratio(engine: EngineConfig, num_workers: int, *, on_gpu: bool) -> float:
+    """Return a worker's share of the free memory: on the CPU, all workers together have the user's."""
+    return engine.memory_ratio if on_gpu else max(SMALLEST_RATIO, engine.memory_ratio / num_workers)
+
+
+def _pd_transport(engine: EngineConfig, role: Role, *, on_gpu: bool) -> TransportChoice:
+    """Return how a worker hands KV over; unless the user chose, it opens no ports to other hosts."""
+    if role == "both" or engine.pd_transport != "auto":
+        return engine.pd_transport
+    return "cuda_ipc" if on_gpu else "shm"
+
+
+def _hardware(
+    config: ClusterConfig, host: ClusterHost, shares: Sequence[Sequence[str]], index: int
+) -> dict[str, str]:
+    """Return the variables that give worker ``index`` its GPUs and, unless the user chose, its cores."""
+    threads = threads_per_rank(host.num_cores, config.engine.tp, len(shares))
+    found = {"OMP_NUM_THREADS": host.environ.get("OMP_NUM_THREADS", str(threads))}
+    if shares[index]:
+        gpus = visible_gpus(shares, index, sees_peers=config.size.prefill > 0)
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return found

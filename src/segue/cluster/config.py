@@ -1,0 +1,112 @@
+"""The options of ``segue cluster``: how many workers, those of the router, and those of every worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, Self, get_type_hints
+
+from segue.config import EngineConfig
+from segue.errors import ClusterSizeError, ConfigError
+from segue.options import Options, option, variable
+from segue.router.config import RouterConfig
+
+MOST_WORKERS = 256  # of each role
+
+_cluster = partial(option, group="Cluster", minimum=0, maximum=MOST_WORKERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSize(Options):
+    """The number of workers of each role."""
+
+    workers: int = _cluster(0, "Number of workers that serve whole requests.")
+    prefill: int = _cluster(0, "Number of workers that compute prompts and hand their KV over.")
+    decode: int = _cluster(0, "Number of workers that take KV over and generate.")
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: a number is out of range.
+            ClusterSizeError: workers of these roles cannot serve requests.
+        """
+        super(ClusterSize, self).__post_init__()  # a class with slots is made anew: plain super() fails
+        given = f"workers={self.workers}, prefill={self.prefill}, decode={self.decode}"
+        if not self.total:
+            remedy = "give --workers N, or --prefill P and --decode D, or all three"
+            raise ClusterSizeError(f"{given}: a cluster needs workers; {remedy}", param="workers")
+        if bool(self.prefill) != bool(self.decode):
+            has, lacks = ("prefill", "decode") if self.prefill else ("decode", "prefill")
+            raise ClusterSizeError(
+                f"{given}: prefill and decode workers serve a request together, so {has} workers need at "
+                f"least one {lacks} worker; give --{lacks} N, or --workers {self.total} instead",
+                param=lacks,
+            )
+
+    @property
+    def total(self) -> int:
+        """The number of all workers."""
+        return self.workers + self.prefill + self.decode
+
+
+# Options that clients notice, which the router has under the same names, stay with the router; of those in
+# `_ALIKE` every process gets the same value.
+_ALIKE = {"max_body_mib", "drain_s", "log_level"}
+_ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] != "Workers"}
+# Of a worker: the cluster chooses them. Nobody but the cluster's own router has the workers' key.
+_CHOSEN = {"role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"}
+_ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The options of one cluster. It can be used in place of a class of :class:`segue.options.Options`."""
+
+    size: ClusterSize
+    router: RouterConfig
+    engine: EngineConfig  # of every worker, without its role and addresses
+
+    # Each class with the names of those of its options that the cluster takes. Where two have the same name,
+    # the flag has the text and the default of the first.
+    _parts: ClassVar[tuple[tuple[type[Options], set[str]], ...]] = (
+        (ClusterSize, {each.name for each in fields(ClusterSize)}),
+        (RouterConfig, _ROUTER),
+        (EngineConfig, _ENGINE),
+    )
+
+    @classmethod
+    def listed(cls) -> list[tuple[Field[Any], Any]]:
+        """Return each option with its declared type."""
+        found: dict[str, tuple[Field[Any], Any]] = {}
+        for options_class, names in cls._parts:
+            hints = get_type_hints(options_class)
+            for each in fields(options_class):
+                if each.name in names:
+                    found.setdefault(each.name, (each, hints[each.name]))
+        return list(found.values())
+
+    @classmethod
+    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """Build the options: explicit ones come first, then ``SEGUE_…`` variables, then defaults.
+
+        Raises:
+            ConfigError: an option is unknown, or its value breaks its rule.
+            ClusterSizeError: workers of these roles cannot serve requests.
+        """
+        given = os.environ if environ is None else environ
+        known = {each.name for each, _ in cls.listed()}
+        for name in options.keys() - known:
+            raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
+        size, router, engine = (
+            options_class.create(
+                {key: given[key] for name in names if (key := variable(name)) in given},
+                **{name: value for name, value in options.items() if name in names},
+            )
+            for options_class, names in cls._parts
+        )
+        assert isinstance(router, RouterConfig) and isinstance(engine, EngineConfig)
+        assert isinstance(size, ClusterSize)
+        return cls(size=size, router=router, engine=engine)

@@ -1,0 +1,47 @@
+"""Asks a child over HTTP whether it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+ANSWER_S = 5.0  # for one answer
+ANSWER_BYTES = 1 << 20  # the most of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadinessProbe:
+    """When a child is ready: a GET of ``url`` is answered 200."""
+
+    url: str  # by plain HTTP, on a route that needs no key
+    min_serving: int = 0  # the least number under "serving" in the answer, which a router gives
+
+
+async def is_ready(probe: ReadinessProbe) -> bool:
+    """Whether the child answers now that it is ready; whatever goes wrong means that it is not."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answer = await _get(probe.url)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        if head.split(b" ", 2)[1:2] != [b"200"]:
+            return False
+        return not probe.min_serving or json.loads(body)["serving"] >= probe.min_serving
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+async def _get(url: str) -> bytes:
+    """Return the bytes of an answer, head and body."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        # HTTP/1.0: the body has no chunks, and ends with the connection.
+        writer.write(f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        data = b""
+        while len(data) < ANSWER_BYTES and (more := await reader.read(ANSWER_BYTES)):
+            data += more
+        return data
+    finally:
+        writer.close()

@@ -1,0 +1,122 @@
+"""How often a request is sent to another worker, and which workers it is not sent to again.
+
+A request whose client has nothing yet is *retried* from its beginning. If the client has a part of the reply,
+the request is *resumed*: the next worker gets the tokens that the client has, and goes on after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from segue.errors import HandoverError
+from segue.messages.leg import RETRYABLE
+from segue.router.breaker import LegEnd
+from segue.router.fleet import WorkerView
+
+MOST_TRIES = 3  # workers, or pairs of workers, per request whose client has nothing yet
+MOST_RESUMES = 3  # per request
+RETRIED = 503  # a worker that answers so has not begun with the request
+
+
+class FailureKind(Enum):
+    """How a leg failed."""
+
+    UNREACHED = auto()  # no connection to the worker came about
+    LOST = auto()  # the worker died, hangs, or closed the connection
+    REFUSED = auto()  # the worker answered that it does not take the request now
+    BROKEN_OFF = auto()  # the worker had begun, and says that another one may succeed
+    FINAL = auto()  # the worker's error is the client's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Consequence:
+    """What a failure means for the attempts that follow."""
+
+    retries: bool  # whether another worker is tried
+    counts: bool  # as one of the resumes; if not, the leg had not begun
+    lasts: bool  # whether the process never gets the request again; if not, it may when no other one can
+
+
+_CONSEQUENCES: Mapping[FailureKind, _Consequence] = {
+    FailureKind.UNREACHED: _Consequence(retries=True, counts=False, lasts=True),
+    FailureKind.LOST: _Consequence(retries=True, counts=True, lasts=True),
+    FailureKind.REFUSED: _Consequence(retries=True, counts=False, lasts=False),
+    FailureKind.BROKEN_OFF: _Consequence(retries=True, counts=True, lasts=False),
+    FailureKind.FINAL: _Consequence(retries=False, counts=True, lasts=False),
+}
+
+
+def kind_of(end: LegEnd, status: int, code: str | None, retryable: bool) -> FailureKind:
+    """Returns how a leg failed.
+
+    Args:
+        end: how the connection's part of it ended.
+        status: of the worker's answer instead of frames; 200: frames had begun.
+        code: of the answer's error; None: it has none.
+        retryable: what the frame `LegFailed` says, if there was one.
+    """
+    if end == "connect":
+        return FailureKind.UNREACHED
+    if end != "answered":
+        return FailureKind.LOST
+    if code == HandoverError.code:
+        return FailureKind.BROKEN_OFF
+    if status != 200:
+        return FailureKind.REFUSED if status == RETRIED or code in RETRYABLE else FailureKind.FINAL
+    return FailureKind.BROKEN_OFF if retryable else FailureKind.FINAL
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one request so far."""
+
+    tries: int = 0
+    resumes: int = 0
+    _lost: set[tuple[str, str]] = field(default_factory=set)  # id and incarnation of processes
+    _refused: set[str] = field(default_factory=set)  # workers that may take it later
+    _broken_off: set[str] = field(default_factory=set)  # workers that failed, and may succeed again
+
+    def note(self, worker: WorkerView, kind: FailureKind, has_output: bool) -> bool:
+        """Count a failure at a worker; returns whether there may be a further attempt.
+
+        Args:
+            worker: as it was when the leg was sent.
+            kind: of the failure.
+            has_output: whether the client, or the router for it, has a part of the reply.
+        """
+        consequence = _CONSEQUENCES[kind]
+        self.avoid(worker, kind)
+        if has_output:
+            self.resumes += consequence.counts
+        else:
+            self.tries += 1
+        return consequence.retries and self.resumes <= MOST_RESUMES and self.tries < MOST_TRIES
+
+    def avoid(self, worker: WorkerView, kind: FailureKind) -> None:
+        """Keep the request away from a worker, for as long as the kind of the failure says."""
+        if _CONSEQUENCES[kind].lasts:
+            self._lost.add((worker.id, worker.record.incarnation))
+        else:
+            (self._refused if kind is FailureKind.REFUSED else self._broken_off).add(worker.id)
+
+    def avoided(self, views: Iterable[WorkerView]) -> frozenset[str]:
+        """Returns the workers that do not get the request now.
+
+        A process that was lost never gets it again; another process in its place may.
+        """
+        lost = {view.id for view in views if (view.id, view.record.incarnation) in self._lost}
+        return frozenset(lost | self._refused | self._broken_off)
+
+    def forgive(self, *, refusals: bool) -> bool:
+        """Allow workers again that may succeed now; returns whether there are any.
+
+        Args:
+            refusals: whether workers that refused the request are allowed too.
+        """
+        forgiven = self._broken_off | (self._refused if refusals else set())
+        self._broken_off = set()
+        if refusals:
+            self._refused = set()
+        return bool(forgiven)

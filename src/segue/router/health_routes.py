@@ -1,0 +1,78 @@
+"""Whether the router can serve: it can while a worker takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from segue.errors import SegueError
+from segue.router.choice import Refuse
+from segue.router.fan_out import WorkerRequest, ask_all, failures
+from segue.router.router import Router, router_of
+from segue.server.access import Access, Routes
+from segue.server.responses import HEADERS, json_response, native_body
+
+GENERATE_S = 35.0  # for a worker to generate a token; by default it gives up itself after 30 s
+
+
+def _unable(error: SegueError, path: str) -> Response:
+    """Answers 503, and says why the router cannot serve."""
+    return json_response({"status": "failing"} | native_body(error), error.status, HEADERS.get(error.status))
+
+
+routes = Routes(Access.OPEN, "Health", _unable)
+
+
+@routes.get("/health")
+@routes.get("/ready")
+@routes.get("/ping")
+async def is_healthy(request: Request) -> Response:
+    """200 while a worker takes requests, or keeps them in a pause; else 503, and why none does."""
+    return json_response(_condition(router_of(request)))
+
+
+@routes.get("/health_generate")
+async def generates(request: Request) -> Response:
+    """As ``/health``, and each of these workers generates a token unless it is paused; 200 if one does."""
+    router, state = router_of(request), request.app.state
+    _condition(router)
+    # The call needs no key, so concurrent calls share one check.
+    if state.token_check is None or state.token_check.done():
+        state.token_check = asyncio.create_task(_generates(router))
+        state.token_check.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return json_response(await asyncio.shield(state.token_check))
+
+
+def _condition(router: Router) -> dict[str, Any]:
+    """Returns how many workers serve, and are paused; raises NoWorkerError if there are none of either."""
+    router.check_open()
+    now = time.monotonic()
+    reasons = {entry.id: entry.why_not(now) for entry in router.registry}
+    num_serving = sum(reason is None for reason in reasons.values())
+    num_paused = sum(entry.only_paused(now) for entry in router.registry)
+    if not num_serving and not num_paused:
+        named = [(worker, reason or "") for worker, reason in reasons.items()]
+        problem = "no worker takes requests" if reasons else "no worker is registered"
+        raise Refuse(problem=problem, reasons=named).error()
+    paused = {"paused": num_paused} if num_paused else {}
+    status = "ok" if num_serving else "paused"
+    return {"status": status, "workers": len(reasons), "serving": num_serving} | paused
+
+
+async def _generates(router: Router) -> dict[str, Any]:
+    """Ask the workers that serve for a token; raises NoWorkerError if none of them generates it.
+
+    A worker that is paused says that it is well without generating one.
+    """
+    now = time.monotonic()
+    serving = [entry for entry in router.registry if entry.why_not(now) is None or entry.only_paused(now)]
+    sent = WorkerRequest(method=b"GET", path=b"/health_generate", headers=[])
+    replies = await ask_all(serving, sent, GENERATE_S)
+    failed = failures(replies)
+    if len(failed) == len(replies):
+        raise Refuse(problem="no worker generates a token", reasons=list(failed.items())).error()
+    return _condition(router) | {"well": len(replies) - len(failed), "failed": failed}

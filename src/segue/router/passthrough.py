@@ -1,0 +1,72 @@
+"""Requests that generate nothing: one worker answers, and its whole reply goes to the client as it is."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from segue.logs import logger
+from segue.router.answers import code_of, passed_on, read_whole
+from segue.router.attempts import RETRIED
+from segue.router.breaker import LegEnd
+from segue.router.choice import Refuse
+from segue.router.entry import SentRequest
+from segue.router.registry import Registry
+from segue.router.upstream_connection import Headers, UpstreamError
+from segue.server.responses import error_response, unless_gone
+
+
+class Passthrough:
+    """An ASGI application that answers a GET by the reply of a worker: the first one that has an answer."""
+
+    def __init__(self, registry: Registry, headers: Headers, path: str) -> None:
+        """Take a request; ``headers`` are those that workers get, with their key."""
+        self._registry = registry
+        self._headers = headers
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; return when the reply is complete or the client has left."""
+        with suppress(ClientDisconnect, OSError):
+            answer = await unless_gone(Request(scope, receive), self._answer())
+            await answer(scope, receive, send)
+
+    async def _answer(self) -> Response:
+        """Returns the answer of a worker; the last refusal if all refuse."""
+        answer: Response | None = None
+        tried: frozenset[str] = frozenset()
+        while True:
+            now = time.monotonic()
+            choice = self._registry.choose_any(tried, now)
+            if isinstance(choice, Refuse):
+                return answer or error_response(choice.error(), self._path)
+            tried |= {choice.worker.id}
+            answer = await self._ask(self._registry.begin(choice, now)) or answer
+            if answer is not None and answer.status_code != RETRIED:
+                return answer
+
+    async def _ask(self, sent: SentRequest) -> Response | None:
+        """Returns a worker's reply; None: it was lost."""
+        end: LegEnd = "client_left"  # unless something else happens
+        status, code, connection = 0, None, None
+        upstream = sent.entry.upstream
+        try:
+            connection = await upstream.request(b"GET", self._path.encode(), self._headers, b"")
+            status = connection.status
+            body = await read_whole(connection)
+            end, code = "answered", code_of(body) if status >= 500 else None
+            response = Response(body, status)
+            response.raw_headers += passed_on(connection.headers)
+            return response
+        except UpstreamError as error:
+            end = error.end
+            logger.warning("worker %s failed at %s: %s", sent.entry.id, self._path, error)
+            return None
+        finally:
+            if connection is not None:
+                upstream.done(connection)
+            self._registry.end(sent, end, status, code)

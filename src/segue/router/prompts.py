@@ -1,0 +1,123 @@
+"""What a router knows of a request, without a tokenizer: from its body's bytes, and from earlier replies.
+
+It only decides where a request goes; the worker counts exactly, and checks the body.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from segue.router.index import Keys, keys_of
+
+FIRST_GUESS = 4.0  # bytes per token, before the first reply
+LEARNED = 0.1  # weight of one more reply
+SEVERAL = 2  # output tokens of a request that may have more than one: how many it will have nobody knows
+_NUM_TOKENS = re.compile(rb'"prompt_tokens": ?(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
+_EMPTY = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """The fields of all dialects that matter here, not decoded."""
+
+    messages: msgspec.Raw = _EMPTY
+    prompt: msgspec.Raw = _EMPTY
+    text: msgspec.Raw = _EMPTY
+    input_ids: msgspec.Raw = _EMPTY
+    stream: msgspec.Raw = _EMPTY
+    max_tokens: msgspec.Raw = _EMPTY
+    max_completion_tokens: msgspec.Raw = _EMPTY
+    sampling_params: msgspec.Raw = _EMPTY
+
+
+class _NativeParams(msgspec.Struct, frozen=True):
+    """The field of `sampling_params` that matters here."""
+
+    max_new_tokens: msgspec.Raw = _EMPTY
+
+
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the body of a request says, as far as a router needs it."""
+
+    num_tokens: int  # of all prompts together, estimated; at least 1
+    num_bytes: int  # of their text; 0: nothing can be learned from the reply
+    prompt_bytes: int = 0  # of all prompts together, as they stand in the body
+    keys: Keys = []  # of their blocks, for the prefix index
+    is_native: bool = False  # whether the route is not one of OpenAI's
+    is_stream: bool = False
+    max_new_tokens: int = SEVERAL  # 1, or SEVERAL
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_params = msgspec.json.Decoder(_NativeParams).decode
+
+
+class BytesPerToken:
+    """Learns, for each route, how many bytes of a prompt make a token."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def rate(self, path: str) -> float:
+        """Returns the bytes per token on a route."""
+        return self._rates.get(path, FIRST_GUESS)
+
+    def facts(self, path: str, body: bytes) -> RequestFacts:
+        """Returns what a request's body says.
+
+        A body that is not JSON counts as text: its worker refuses it.
+        """
+        try:
+            fields = _decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            fields = _Body(text=msgspec.Raw(body))
+        ids, text = bytes(fields.input_ids), bytes(fields.messages or fields.prompt or fields.text)
+        if ids or _is_ids(text):
+            text = ids or text
+            num_tokens, num_bytes = text.count(b",") + 1, 0
+        else:
+            num_tokens, num_bytes = max(1, round(len(text) / self.rate(path))), len(text)
+            # The replies to a native batch count the tokens of each prompt apart.
+            if bytes(fields.text)[:1] == b"[":
+                num_bytes = 0
+        return RequestFacts(
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            prompt_bytes=len(text),
+            keys=keys_of(text),
+            is_native=not path.startswith("/v1/"),
+            is_stream=bytes(fields.stream) == b"true",
+            max_new_tokens=_max_new_tokens(fields),
+        )
+
+    def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
+        """Take the number of prompt tokens from a reply, or from a part of it; nothing if it has none."""
+        found = _NUM_TOKENS.search(reply)
+        if found is None or not facts.num_bytes or not (tokens := int(found[1])):
+            return
+        rate = self.rate(path)
+        self._rates[path] = rate + LEARNED * (facts.num_bytes / tokens - rate)
+
+
+def cached_tokens(reply: bytes) -> int | None:
+    """Returns how many prompt tokens a worker had in its prefix cache; None: the reply does not say it."""
+    found = _CACHED_TOKENS.search(reply)
+    return None if found is None else int(found[1])
+
+
+def _max_new_tokens(fields: _Body) -> int:
+    """Returns 1 if the body asks for one token, else SEVERAL; of a list of parameters, SEVERAL."""
+    limit = fields.max_completion_tokens or fields.max_tokens
+    if fields.sampling_params:
+        try:
+            limit = _decode_params(fields.sampling_params).max_new_tokens
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return SEVERAL
+    return 1 if bytes(limit) == b"1" else SEVERAL
+
+
+def _is_ids(text: bytes) -> bool:
+    """Whether the JSON of a prompt is a list of token ids, or of such lists."""
+    return text[:1] == b"[" and text.lstrip(b"[ \n")[:1].isdigit()

@@ -1,0 +1,208 @@
+"""One running router: its workers, the tasks that watch them, and how clients' requests are relayed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from starlette.requests import Request
+
+from segue.errors import DrainingError, StaleEpochError
+from segue.laps.groups import RebalanceRules
+from segue.logs import logger
+from segue.messages.fleet import Registration, Role
+from segue.router.client_request import ClientRequest
+from segue.router.config import RouterConfig
+from segue.router.discovery import Discovery, Registrations
+from segue.router.entry import WorkerEntry
+from segue.router.fan_out import WorkerRequest
+from segue.router.membership import Membership
+from segue.router.passthrough import Passthrough
+from segue.router.pause import FleetPause
+from segue.router.prompts import BytesPerToken
+from segue.router.registry import Registry
+from segue.router.relay import Relay
+from segue.router.upstream_connection import Headers
+from segue.router.watch import watch
+from segue.server.raw_body import read_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Router:
+    """One running router. It lives on one event loop."""
+
+    config: RouterConfig
+    registry: Registry
+    membership: Membership
+    pause: FleetPause
+    sizes: BytesPerToken = field(default_factory=BytesPerToken)
+    is_draining: bool = False
+    # Whether every process that takes requests knows what the membership knows.
+    is_settled: Callable[[], bool] = lambda: True
+    watching: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by worker
+    registrations: Registrations = field(default_factory=Registrations)
+    # The URLs that each source has, and the task that watches it.
+    _found: dict[Discovery, frozenset[str]] = field(default_factory=dict)
+    _discovering: list[asyncio.Task[None]] = field(default_factory=list)
+    _forgetting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @classmethod
+    def create(cls, config: RouterConfig) -> Router:
+        """Make a router without workers."""
+        rebalance = RebalanceRules(
+            ratio=config.laps_rebalance_ratio, interval_s=config.laps_rebalance_interval_s
+        )
+        grouping = rebalance if config.enable_laps_alloc else None
+        registry = Registry(config.rules, config.worker_ca)
+        router = cls(config, registry, Membership(registry, grouping), FleetPause(config.control_timeout_s))
+        registry.on_idle = router.forget
+        router.membership.on_joined = router.pause.joined
+        router.membership.on_lost = router._drop_if_lapsed
+        return router
+
+    # --- which workers there are ---
+
+    def discover(self, *sources: Discovery) -> None:
+        """Take workers from these sources, and from registrations, until the router is closed."""
+        for source in (*sources, self.registrations):
+            task = asyncio.ensure_future(source.watch(partial(self._take, source)))
+            self._discovering.append(task)
+
+    def register(self, registration: Registration, ttl_s: float | None) -> WorkerEntry:
+        """Register a worker for ``ttl_s`` seconds, None: without an end.
+
+        Raises:
+            StaleEpochError: another worker of its cohort has a higher epoch.
+        """
+        self.membership.check_epoch(registration)
+        entry = self.registry.at(registration.url) or self.add(registration.url, registration.role)
+        self.registrations.put(registration, ttl_s)
+        found = self._found.get(self.registrations, frozenset())
+        self._found[self.registrations] = found | {registration.url}  # even if it has lapsed already
+        self._take(self.registrations, self.registrations.current())
+        return entry
+
+    def _take(self, source: Discovery, registrations: Sequence[Registration]) -> None:
+        """Take all workers that a source has now. One that no source has any more leaves if it is lost."""
+        before, now = self._found.get(source, frozenset()), set()
+        for registration in registrations:
+            now.add(registration.url)
+            entry = self.registry.at(registration.url)
+            if entry is not None:
+                entry.has_lapsed = False
+            try:
+                self.membership.check_epoch(registration)
+            except StaleEpochError as error:
+                logger.warning("%s", error)
+                continue
+            if entry is None:
+                self.add(registration.url, registration.role)
+        self._found[source] = frozenset(now)
+        for url in before.difference(*self._found.values()):
+            if (entry := self.registry.at(url)) is not None:
+                entry.has_lapsed = True
+                self._drop_if_lapsed(entry)
+
+    def _drop_if_lapsed(self, entry: WorkerEntry) -> None:
+        """Let a worker leave that no source has any more, and that sends no reports."""
+        if entry.has_lapsed and entry.problem and not entry.is_leaving:
+            logger.info("worker %s: its registration has lapsed, and its reports have ended", entry.id)
+            entry.leave()
+            if self.is_idle(entry):
+                self.forget(entry)
+
+    def add(self, url: str, role: Role | None = None) -> WorkerEntry:
+        """Register a worker, and watch it from now on; ``role``: the only one that it may have; None: any."""
+        entry = self.membership.add(url, role)
+        self.watching[entry.id] = asyncio.ensure_future(watch(self.membership, entry, self.admin_header))
+        return entry
+
+    @property
+    def admin_header(self) -> Headers:
+        """The header with the workers' admin key."""
+        return key_header(self.config.worker_admin_key or self.config.worker_api_key)
+
+    async def remove(self, entry: WorkerEntry) -> None:
+        """Forget a worker at once."""
+        if (watching := self.watching.pop(entry.id, None)) is None:
+            return  # it is being forgotten
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        self.membership.remove(entry)
+
+    def forget(self, entry: WorkerEntry) -> None:
+        """Forget a worker that was to leave, and whose last request has ended."""
+        task = asyncio.ensure_future(self.remove(entry))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def close(self) -> None:
+        """Forget all workers; requests in flight end."""
+        self.membership.stop_grouping()
+        await self.pause.close()
+        for task in self._discovering:
+            task.cancel()
+        await asyncio.gather(*self._discovering, return_exceptions=True)
+        self.registry.is_closed = True
+        for entry in self.registry:
+            await self.remove(entry)
+
+    async def retire(self, entry: WorkerEntry) -> int:
+        """Send a worker no further requests, and forget it once it has none; returns those in flight."""
+        self.registrations.remove(entry.url)
+        entry.leave()
+        in_flight = self.registry.num_requests(entry.id)
+        if self.is_idle(entry):
+            await self.remove(entry)
+        return in_flight
+
+    def is_idle(self, entry: WorkerEntry) -> bool:
+        """Whether a worker that leaves has no requests, and will not have any."""
+        return self.is_settled() and not self.registry.num_requests(entry.id)
+
+    def check_open(self) -> None:
+        """Raise DrainingError once the router is shutting down."""
+        if self.is_draining:
+            raise DrainingError("the router is shutting down; send the request to another one")
+
+    def relay(self, path: str, body: bytes) -> Relay:
+        """Returns what answers a client's request; raises DrainingError once the router is shutting down."""
+        self.check_open()
+        request = ClientRequest.create(path, body, self.sizes.facts(path, body))
+        return Relay(self.registry, self.sizes, self._headers(), request, self.config.resume_timeout_s)
+
+    def pass_through(self, path: str) -> Passthrough:
+        """Returns what answers a client's GET by a worker's own reply; raises as :meth:`relay` does."""
+        self.check_open()
+        return Passthrough(self.registry, self._headers(), path)
+
+    def _headers(self) -> Headers:
+        return [(b"content-type", b"application/json"), *key_header(self.config.worker_api_key)]
+
+
+def router_of(request: Request) -> Router:
+    """Returns the application's router."""
+    router: Router = request.app.state.router
+    return router
+
+
+async def for_workers(request: Request) -> WorkerRequest:
+    """Returns a client's request as workers get it, with their admin key in place of the client's.
+
+    Raises:
+        RequestTooLargeError: the body is larger than ``--max-body-mib``.
+    """
+    router, query = router_of(request), request.scope["query_string"]
+    return WorkerRequest(
+        method=request.method.encode(),
+        path=request.scope["path"].encode() + (b"?" + query if query else b""),
+        headers=[(b"content-type", b"application/json"), *router.admin_header],
+        body=await read_bytes(request, router.config.max_body_mib),
+    )
+
+
+def key_header(key: str | None) -> Headers:
+    """Returns the header with a key for a worker; none without a key."""
+    return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]

@@ -1,0 +1,153 @@
+"""The command lines and environments of a cluster's processes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from segue.cli.flags import with_options
+from segue.cluster.children import ClusterHost, flags_of, make_children
+from segue.cluster.config import ClusterConfig
+from segue.cluster.processes import ChildSpec
+from segue.config import EngineConfig
+from segue.router.config import RouterConfig
+
+PORTS = [41001, 41002, 41003, 41004]
+
+
+def children(environ: dict[str, str] | None = None, gpus: str = "", **options: Any) -> dict[str, ChildSpec]:
+    given = environ or {}
+    config = ClusterConfig.create(given, **options)
+    host = ClusterHost(
+        environ=given,
+        gpus=list(gpus),
+        num_cores=8,
+        router_url="http://127.0.0.1:40000",
+        worker_ports=PORTS[: config.size.total],
+    )
+    return {each.name: each for each in make_children(config, host, ["segue"])}
+
+
+def words(spec: ChildSpec, number: int = 1) -> dict[str, str]:
+    """The flags of a command line, with their values."""
+    flags = dict(word.partition("=")[::2] for word in spec.command[number + 1 :])
+    assert all(flag.startswith("--") for flag in flags)
+    return flags
+
+
+def test_each_worker_has_a_name_a_role_and_a_port() -> None:
+    found = children(workers=1, prefill=1, decode=2)
+    assert list(found) == ["worker-0", "prefill-0", "decode-0", "decode-1", "router"]
+    assert [words(found[name]).get("--role") for name in found] == [None, "prefill", "decode", "decode", None]
+    assert [words(found[name])["--port"] for name in found] == [*map(str, PORTS), "40000"]
+    assert [each.role for each in found.values()] == [
+        "worker", "prefill worker", "decode worker", "decode worker", "router"
+    ]  # fmt: skip
+    assert [each.command[1] for each in found.values()] == ["serve"] * 4 + ["router"]
+
+
+def test_the_router_ends_before_the_workers_and_is_ready_after_them() -> None:
+    found = children(workers=2)
+    assert found["router"].stage > found["worker-0"].stage == found["worker-1"].stage
+    assert found["router"].probe.min_serving == 2 and found["worker-1"].probe.min_serving == 0
+    assert found["worker-1"].probe.url == f"http://127.0.0.1:{PORTS[1]}/ready"
+    assert words(found["router"])["--worker"] == ",".join(f"http://127.0.0.1:{port}" for port in PORTS[:2])
+
+
+def test_the_workers_share_a_key_that_is_drawn_anew_and_on_no_command_line() -> None:
+    first, second = (children(workers=2, api_key="users", admin_api_key="admins") for _ in range(2))
+    key = first["worker-0"].environment["SEGUE_API_KEY"]
+    assert len(key) >= 32 and key != second["worker-0"].environment["SEGUE_API_KEY"]
+    assert key == first["worker-1"].environment["SEGUE_API_KEY"]
+    router = first["router"].environment
+    assert router["SEGUE_WORKER_API_KEY"] == key
+    assert (router["SEGUE_API_KEY"], router["SEGUE_ADMIN_API_KEY"]) == ("users", "admins")
+    assert "SEGUE_ADMIN_API_KEY" not in first["worker-0"].environment
+    for spec in first.values():
+        assert not {key, "users", "admins"} & {part for word in spec.command for part in word.split("=")}
+
+
+def test_kv_is_handed_over_with_a_key() -> None:
+    found = children(prefill=1, decode=1)
+    key = found["prefill-0"].environment["SEGUE_PD_KEY"]
+    assert len(key) >= 32 and key == found["decode-0"].environment["SEGUE_PD_KEY"]
+    assert "SEGUE_PD_KEY" not in found["router"].environment
+    assert children(prefill=1, decode=1, pd_key="mine")["decode-0"].environment["SEGUE_PD_KEY"] == "mine"
+    assert words(found["prefill-0"])["--disaggregation-bootstrap-port"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "kind"),
+    [("", {}, "shm"), ("abcd", {}, "cuda_ipc"), ("", {"pd_transport": "nixl"}, "nixl")],
+)
+def test_workers_that_hand_kv_over_open_no_ports_to_other_hosts_unless_told(
+    gpus: str, chosen: dict[str, Any], kind: str
+) -> None:
+    found = children(gpus=gpus, workers=1, prefill=1, decode=1, **chosen)
+    assert {words(found[name])["--pd-transport"] for name in ("prefill-0", "decode-0")} == {kind}
+    assert words(found["worker-0"]).get("--pd-transport") == chosen.get("pd_transport")
+
+
+def test_children_get_options_by_their_command_lines_alone() -> None:
+    environ = {"SEGUE_PREFILL": "1", "SEGUE_DECODE": "1", "SEGUE_TP": "2", "SEGUE_PORT": "7", "HOME": "/h"}
+    environ |= {"SEGUE_DISAGGREGATION_MODE": "decode", "SEGUE_WORKER": "http://a:1"}
+    for spec in children(environ, tp=1).values():
+        mine = {name for name in spec.environment if name.startswith("SEGUE_")}
+        assert mine <= {"SEGUE_API_KEY", "SEGUE_WORKER_API_KEY", "SEGUE_PD_KEY"}
+        assert spec.environment["HOME"] == "/h" and "--tp" not in words(spec)
+
+
+def test_the_router_gets_its_number_of_processes() -> None:
+    router = children(processes=3, workers=1)["router"]
+    assert words(router)["--processes"] == "3"
+
+
+def test_flags_make_the_same_options_again() -> None:
+    app, found = typer.Typer(), []
+
+    @app.command()
+    @with_options(EngineConfig)
+    def go(config: EngineConfig) -> None:
+        found.append(config)
+
+    config = EngineConfig(
+        model="-m", tp=2, deterministic=True, role="decode", batch_prefill_batch_sizes="1,2"
+    )
+    assert CliRunner().invoke(app, flags_of(config)).exit_code == 0
+    assert found == [config]
+    assert flags_of(EngineConfig()) == flags_of(RouterConfig()) == []
+
+
+@pytest.mark.parametrize("options_class", [EngineConfig, RouterConfig])
+def test_no_switch_is_on_by_default(options_class: type[EngineConfig | RouterConfig]) -> None:
+    # A flag that has no value can only turn a switch on.
+    assert [each.name for each in fields(options_class) if each.default is True] == []
+
+
+def test_workers_on_the_cpu_share_cores_and_memory() -> None:
+    found = children(workers=2, memory_ratio=0.6, tp=2)
+    for name in ("worker-0", "worker-1"):
+        assert found[name].environment["OMP_NUM_THREADS"] == "2"
+        assert words(found[name])["--memory-ratio"] == "0.3"
+        assert "CUDA_VISIBLE_DEVICES" not in found[name].environment
+    assert "OMP_NUM_THREADS" not in found["router"].environment
+
+
+def test_the_users_number_of_threads_stays() -> None:
+    assert children({"OMP_NUM_THREADS": "3"}, workers=2)["worker-1"].environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "visible"),
+    [({"workers": 2}, ["a,b", "c,d"]), ({"prefill": 1, "decode": 1}, ["a,b,c,d", "c,d,a,b"])],
+)
+def test_workers_on_gpus_see_their_own_first_and_those_they_copy_to(
+    sizes: dict[str, int], visible: list[str]
+) -> None:
+    found = list(children(None, "abcde", tp=2, memory_ratio=0.6, **sizes).values())[:2]
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in found] == visible
+    assert words(found[0])["--memory-ratio"] == "0.6"

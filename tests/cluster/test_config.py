@@ -1,0 +1,74 @@
+"""The options of a cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.cluster.config import ClusterConfig, ClusterSize
+from segue.errors import ClusterSizeError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({}, "workers=0, prefill=0, decode=0: a cluster needs workers; give --workers N, or --prefill P"),
+        ({"prefill": 2}, "prefill workers need at least one decode worker; give --decode N, or --workers 2"),
+        ({"decode": 1}, "decode workers need at least one prefill worker; give --prefill N, or --workers 1"),
+        ({"workers": 1, "decode": 1}, "give --prefill N, or --workers 2 instead"),
+        ({"workers": 1, "prefill": 1}, "give --decode N, or --workers 2 instead"),
+    ],
+)
+def test_workers_that_cannot_serve_are_refused(sizes: dict[str, int], text: str) -> None:
+    with pytest.raises(ClusterSizeError, match=text):
+        ClusterConfig.create({}, **sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"workers": 1}, {"prefill": 1, "decode": 3}, {"workers": 2, "prefill": 2, "decode": 1}]
+)
+def test_workers_that_can_serve_are_counted(sizes: dict[str, int]) -> None:
+    assert ClusterSize(**sizes).total == sum(sizes.values())
+
+
+def test_numbers_are_bounded() -> None:
+    with pytest.raises(ConfigError, match="workers=257: must be at most 256"):
+        ClusterSize(workers=257)
+
+
+def test_address_and_keys_are_the_routers_and_all_else_is_the_workers() -> None:
+    config = ClusterConfig.create(
+        {}, workers=2, host="0.0.0.0", port=1, api_key="k", admin_api_key="a", cors_origin="*", tp=2, seed=7
+    )
+    router, engine = config.router, config.engine
+    assert (router.host, router.port, router.api_key, router.admin_api_key) == ("0.0.0.0", 1, "k", "a")
+    assert router.cors_origin == "*" and engine.cors_origin is None
+    assert (engine.host, engine.api_key, engine.admin_api_key) == ("127.0.0.1", None, None)
+    assert (engine.tp, engine.seed) == (2, 7)
+
+
+def test_what_concerns_every_process_goes_to_all_of_them() -> None:
+    config = ClusterConfig.create({}, workers=1, drain_s=3.0, max_body_mib=5, log_level="error")
+    for part in (config.router, config.engine):
+        assert (part.drain_s, part.max_body_mib, part.log_level) == (3.0, 5, "error")
+
+
+def test_the_environment_sets_options_too() -> None:
+    environ = {"SEGUE_PREFILL": "1", "SEGUE_DECODE": "2", "SEGUE_PORT": "9", "SEGUE_PAGE_SIZE": "32"}
+    config = ClusterConfig.create(environ, decode=3)
+    assert (config.size.prefill, config.size.decode) == (1, 3)
+    assert (config.router.port, config.engine.port, config.engine.page_size) == (9, 30000, 32)
+
+
+def test_what_the_cluster_chooses_itself_is_no_option() -> None:
+    environ = {"SEGUE_ROLE": "prefill", "SEGUE_WORKER": "http://a:1", "SEGUE_DISAGGREGATION_MODE": "decode"}
+    config = ClusterConfig.create(environ, workers=1)
+    assert config.engine.role == "both" and config.router.worker is None
+    for name in ("role", "worker", "worker_api_key", "disaggregation_bootstrap_port", "register"):
+        with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
+            ClusterConfig.create({}, workers=1, **{name: "1"})
+
+
+def test_each_option_is_listed_once_as_the_router_has_it() -> None:
+    listed = {each.name: each for each, _ in ClusterConfig.listed()}
+    assert len(listed) == len(ClusterConfig.listed())
+    assert listed["port"].default == 8000 and {"workers", "policy", "model", "pd_key"} <= listed.keys()

@@ -1,0 +1,62 @@
+"""How an engine answers control and weight routes, for fake workers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.router.fake_servers import Exchange, FakeWorker
+
+PAUSED = {
+    "message": "Generation paused successfully.",
+    "status": "ok",
+    "mode": "retract",
+    "num_running": 2,
+    "num_waiting": 1,
+    "num_retracted": 2,
+    "num_aborted": 0,
+    "num_pages_leaving": 0,
+    "drained_ms": 3.5,
+}
+CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
+
+
+class ControlledWorker(FakeWorker):
+    """A worker that answers control routes; ``answers`` has another answer by path, as status and body."""
+
+    def __init__(self, answers: dict[str, tuple[int, Any]] | None = None, **of_record: Any) -> None:
+        super().__init__(self._control, **of_record)
+        self.answers: dict[str, tuple[int, Any]] = {
+            "/pause_generation": (200, PAUSED),
+            "/continue_generation": (200, CONTINUED),
+            "/pause": (200, {"status": "paused"}),
+            "/resume": (200, {"status": "resumed"}),
+            "/is_paused": (200, {"is_paused": True}),
+            "/abort_request": (200, None),
+            "/flush_cache": (200, "Cache flushed.\nFlushed items: 3\n"),
+            "/server_info": (
+                200,
+                {"tp": 2, "dp_size": 1, "max_total_num_tokens": 100, "internal_states": [{"waiting": 1}]},
+            ),
+            "/model_info": (200, {"model_path": "model", "weight_version": "1"}),
+            "/weight_version": (200, {"weight_version": "1"}),
+            "/health_generate": (200, {"status": "ok"}),
+            **(answers or {}),
+        }
+
+    @property
+    def seen(self) -> list[tuple[str, str, bytes]]:
+        """Method, path with query, and body of each request."""
+        return [(each.method, each.path, each.body) for each in self.exchanges]
+
+    async def _control(self, exchange: Exchange) -> None:
+        status, content = self.answers[urlsplit(exchange.path).path]
+        if content is None or isinstance(content, str):
+            await exchange.whole((content or "").encode(), status, "text/plain")
+        else:
+            await exchange.whole(json.dumps(content).encode(), status)
+
+
+def refusal(status: int, message: str) -> tuple[int, Any]:
+    return status, {"object": "error", "message": message, "type": "server_error", "code": status}

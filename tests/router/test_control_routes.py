@@ -1,0 +1,231 @@
+"""Control routes: every worker gets them, and one answer tells how it went."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.router.fake_engine_routes import CONTINUED, PAUSED, ControlledWorker, refusal
+from tests.router.fake_servers import Exchange, FakeWorker, routed, run, until
+
+
+def test_a_pause_reaches_every_worker_with_its_body_and_adds_up_the_counts() -> None:
+    async def test() -> None:
+        slow = {"/pause_generation": (200, PAUSED | {"num_running": 5, "drained_ms": 9.0})}
+        workers = [ControlledWorker(), ControlledWorker(slow)]
+        async with routed(*workers, worker_admin_key="secret") as router:
+            reply = await router.http.post("/pause_generation", json={"mode": "retract"})
+            assert reply.status_code == 200
+            each = reply.json().pop("workers")
+            counts = {"num_running": 7, "num_waiting": 2, "num_retracted": 4, "drained_ms": 9.0}
+            assert reply.json() == PAUSED | counts | {"workers": each}
+            assert each[workers[1].id] == {"status": 200, "reply": slow["/pause_generation"][1], "error": ""}
+            for worker in workers:
+                assert worker.seen == [("POST", "/pause_generation", b'{"mode":"retract"}')]
+                assert worker.exchanges[0].headers["authorization"] == "Bearer secret"
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "answer"),
+    [
+        ("POST", "/continue_generation", CONTINUED),
+        ("POST", "/pause?mode=keep", {"status": "paused"}),
+        ("POST", "/resume", {"status": "resumed"}),
+        ("GET", "/is_paused", {"is_paused": True}),
+    ],
+)
+def test_an_answer_has_the_shape_of_one_engines(method: str, path: str, answer: dict[str, Any]) -> None:
+    async def test() -> None:
+        workers = [ControlledWorker(), ControlledWorker()]
+        async with routed(*workers) as router:
+            reply = (await router.http.request(method, path)).json()
+            assert set(reply.pop("workers")) == {worker.id for worker in workers}
+            assert reply == answer
+            assert [worker.seen[0][:2] for worker in workers] == [(method, path)] * 2
+
+    run(test())
+
+
+def test_the_fleet_is_paused_only_if_every_worker_is() -> None:
+    async def test() -> None:
+        workers = [ControlledWorker(), ControlledWorker({"/is_paused": (200, {"is_paused": False})})]
+        async with routed(*workers) as router:
+            assert (await router.http.get("/is_paused")).json()["is_paused"] is False
+
+    run(test())
+
+
+def test_the_workers_get_a_request_at_the_same_time() -> None:
+    async def test() -> None:
+        both = asyncio.Barrier(2)  # each answers only once the other one has the request as well
+
+        async def meet(exchange: Exchange) -> None:
+            await both.wait()
+            await exchange.whole(b'{"status": "resumed"}')
+
+        async with routed(FakeWorker(meet), FakeWorker(meet)) as router:
+            assert (await router.http.post("/resume")).status_code == 200
+
+    run(test())
+
+
+def test_an_abort_is_answered_with_an_empty_body() -> None:
+    async def test() -> None:
+        workers = [ControlledWorker(), ControlledWorker()]
+        async with routed(*workers) as router:
+            reply = await router.http.post("/abort_request", json={"rid": "a"})
+            assert (reply.status_code, reply.content) == (200, b"")
+            assert [worker.seen[0][2] for worker in workers] == [b'{"rid":"a"}'] * 2
+
+    run(test())
+
+
+def test_an_error_names_the_workers_that_failed_and_how() -> None:
+    async def test() -> None:
+        answers = {"/pause_generation": refusal(503, "the engine is dead")}
+        good, bad = ControlledWorker(), ControlledWorker(answers)
+        async with routed(good, bad) as router:
+            reply = await router.http.post("/pause_generation")
+            assert reply.status_code == 503
+            text = (
+                f"/pause_generation failed at 1 of 2 workers: {bad.id}: the engine is dead. Done at 1 of them"
+            )
+            assert reply.json()["message"] == text
+            each = reply.json()["workers"]
+            assert (each[good.id]["status"], each[bad.id]["status"]) == (200, 503)
+            assert each[good.id]["reply"] == PAUSED
+
+    run(test())
+
+
+def test_a_worker_that_is_gone_is_a_failure() -> None:
+    async def test() -> None:
+        good, dead = ControlledWorker(), ControlledWorker()
+        async with routed(good, dead) as router:
+            await dead.die()
+            reply = await router.http.post("/abort_request", json={"abort_all": True})
+            assert reply.status_code == 502 and f"{dead.id}: no connection" in reply.json()["message"]
+            assert reply.json()["workers"][dead.id]["status"] is None
+
+    run(test())
+
+
+def test_a_worker_that_does_not_answer_in_time_is_a_failure() -> None:
+    async def test() -> None:
+        async def never(exchange: Exchange) -> None:
+            await exchange.gone.wait()
+
+        silent = FakeWorker(never)
+        async with routed(ControlledWorker(), silent, control_timeout_s=0.2) as router:
+            reply = await router.http.post("/resume")
+            assert reply.status_code == 502
+            assert f"{silent.id}: it did not answer within 0.2 s" in reply.json()["message"]
+            await until(lambda: silent.exchanges[0].gone.is_set(), "its connection is closed")
+
+    run(test())
+
+
+def test_what_every_worker_refuses_is_refused_in_their_words() -> None:
+    async def test() -> None:
+        answers = {"/pause_generation": refusal(400, "mode='x': choose one")}
+        async with routed(ControlledWorker(answers), ControlledWorker(answers)) as router:
+            reply = await router.http.post("/pause_generation", json={"mode": "x"})
+            error = reply.json()
+            assert (reply.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+            assert error["message"] == "mode='x': choose one"
+
+    run(test())
+
+
+def test_a_wrong_worker_key_is_not_the_clients_fault() -> None:
+    async def test() -> None:
+        async with routed(ControlledWorker({"/resume": refusal(401, "a valid key is needed")})) as router:
+            assert (await router.http.post("/resume")).status_code == 502
+
+    run(test())
+
+
+def test_an_answer_that_is_not_an_engines_is_an_error() -> None:
+    async def test() -> None:
+        async with routed(ControlledWorker({"/is_paused": (200, "yes")})) as router:
+            reply = await router.http.get("/is_paused")
+            assert reply.status_code == 502 and "without the fields of an engine" in reply.json()["message"]
+
+    run(test())
+
+
+def test_without_workers_there_is_nobody_to_ask() -> None:
+    async def test() -> None:
+        async with routed() as router:
+            reply = await router.http.post("/pause_generation")
+            assert reply.status_code == 503 and "no worker is registered" in reply.json()["message"]
+
+    run(test())
+
+
+def test_flushed_items_are_added_up() -> None:
+    async def test() -> None:
+        more = {"/flush_cache": (200, "Cache flushed.\nFlushed items: 4\n")}
+        first, second = ControlledWorker(), ControlledWorker(more)
+        async with routed(first, second) as router:
+            reply = await router.http.post("/flush_cache?timeout=2")
+            assert reply.text == f"Cache flushed.\nFlushed items: 7\n{first.id}: 3\n{second.id}: 4\n"
+            assert first.seen[0][1] == "/flush_cache?timeout=2"
+
+    run(test())
+
+
+def test_a_flush_that_a_worker_refuses_names_its_reason() -> None:
+    async def test() -> None:
+        refused = {"/flush_cache": (400, "Cache not flushed.\nReason: 2 requests run\n")}
+        good, busy = ControlledWorker(), ControlledWorker(refused)
+        async with routed(good, busy) as router:
+            reply = await router.http.get("/flush_cache")
+            assert reply.status_code == 400
+            text = f"Cache not flushed.\nReason: {busy.id}: 2 requests run\nFlushed: {good.id}\n"
+            assert reply.text == text
+
+    run(test())
+
+
+def test_server_info_looks_like_one_engine_with_data_parallelism() -> None:
+    async def test() -> None:
+        async with routed(ControlledWorker(), ControlledWorker()) as router:
+            info = (await router.http.get("/server_info")).json()
+            assert (info["tp"], info["dp_size"], info["max_total_num_tokens"]) == (2, 2, 200)
+            assert info["internal_states"] == [{"waiting": 1}] * 2
+            assert len(info["workers"]) == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize(("second", "told"), [("1", "1"), ("2", "mixed")])
+def test_the_version_of_the_weights_is_mixed_where_it_differs(second: str, told: str) -> None:
+    async def test() -> None:
+        other = {
+            "/model_info": (200, {"model_path": "model", "weight_version": second}),
+            "/weight_version": (200, {"weight_version": second}),
+        }
+        async with routed(ControlledWorker(), ControlledWorker(other)) as router:
+            for path in ("/model_info", "/weight_version"):
+                assert (await router.http.get(path)).json()["weight_version"] == told
+
+    run(test())
+
+
+def test_the_metrics_count_operations_by_route_and_end() -> None:
+    async def test() -> None:
+        worker = ControlledWorker()
+        async with routed(worker) as router:
+            await router.http.post("/resume")
+            worker.answers["/resume"] = refusal(503, "no")
+            await router.http.post("/resume")
+            text = (await router.http.get("/metrics")).text
+            for end in ("done", "failed"):
+                assert f'segue:router_control_requests_total{{end="{end}",route="/resume"}} 1.0' in text
+
+    run(test())
