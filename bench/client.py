@@ -41,6 +41,7 @@ class Timeline:
     given_up: bool  # whether the client gave the request up at the load's end
     error: str | None  # None: the request ended as it should, or was given up
     label: str = ""
+    prompt_tokens: int = 0  # as the client sent them; 0: the prompt was a text
 
 
 class _Choice(msgspec.Struct):
@@ -63,7 +64,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 class StreamingRequest(asyncio.Protocol):
     """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
-    def __init__(self, payload: bytes, due: float, max_tokens: int, label: str = "") -> None:
+    def __init__(
+        self, payload: bytes, due: float, max_tokens: int, label: str = "", prompt_tokens: int = 0
+    ) -> None:
         """Prepare the request.
 
         Args:
@@ -71,9 +74,10 @@ class StreamingRequest(asyncio.Protocol):
             due: when to send them, by `clock`.
             max_tokens: the number of tokens that must come for the reply to count as complete.
             label: of the request's class, for the timeline.
+            prompt_tokens: for the timeline too.
         """
         self.due = due
-        self._label = label
+        self._label, self._prompt_tokens = label, prompt_tokens
         self.sent = 0.0
         self.pieces: list[tuple[float, bytes]] = []
         self.ended = asyncio.Event()
@@ -124,6 +128,7 @@ class StreamingRequest(asyncio.Protocol):
             given_up=self._given_up,
             error=None if self._given_up else self._failure or error,
             label=self._label,
+            prompt_tokens=self._prompt_tokens,
         )
 
 
@@ -158,7 +163,8 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return StreamingRequest(head.encode() + body, due, job.max_tokens, job.label)
+        prompt_tokens = 0 if isinstance(job.prompt, str) else len(job.prompt)
+        return StreamingRequest(head.encode() + body, due, job.max_tokens, job.label, prompt_tokens)
 
     async def send(self, connection: StreamingRequest) -> None:
         """Connect and send the request; `connection` receives the reply."""

@@ -10,7 +10,6 @@ rate that the first server reached; a long prompt while others decode. Results a
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 import time
@@ -57,8 +56,7 @@ class Comparison:
         url = f"http://127.0.0.1:{port}"
         side: Side = {"command": command, "loads": {}, "exceptions": {}}
         self.sides[name] = side
-        values = {"{model}": str(self._model), "{port}": str(port)}
-        words = [_filled(word, values) for word in shlex.split(command)]
+        words = launch.filled(command, model=str(self._model), port=port)
         log = report.RESULTS / f"{args.name}_{name}.log"
         with ExitStack() as stack:
             side["ready_s"] = stack.enter_context(
@@ -126,12 +124,6 @@ class Comparison:
         """Write the results so far to bench/results."""
         arguments = {name: str(value) for name, value in vars(self._args).items()}
         return report.save(self._args.name, {"arguments": arguments, "sides": self.sides})
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    for placeholder, value in values.items():
-        word = word.replace(placeholder, value)
-    return word
 
 
 def _version(url: str) -> str | None:

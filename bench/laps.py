@@ -1,7 +1,8 @@
 """What length-aware prefill does to short and long prompts under one load, beside first come, first served.
 
-    python -m bench.laps         # simulated: the pure scheduler on a device as fast as one H200, in seconds
+    python -m bench.laps         # simulated: the pure scheduler on a device as fast as one H200; a minute
     python -m bench.laps --serve [--model 8b] [--seconds 60] [--repeats 3] [--load 0.8]
+                                 [--url NAME=URL …] [--theirs NAME=COMMAND …]
 
 95 % of the prompts are short, with 17 tokens in the median, and 5 % long, with 6,000. All are fresh. Each
 asks for one token, as on a prefill worker (`--output` changes that). Requests come by a Poisson process, or
@@ -9,38 +10,34 @@ in bursts, at shares of the rate at which first come, first served is saturated.
 token counts from when it was due.
 
 Simulated, the arms are also those that LAPS decided against. Served, each arm has a server of its own on the
-same device, of which only one is busy at a time, and the order is turned around with each repeat. JSON and a
-chart go to bench/results.
+same device, of which only one is busy at a time, and the order is turned around with each repeat. `--url`
+adds servers that run already, of this engine or of another one, and `--theirs` starts some; the arms `vllm`
+and `vllm tuned` have bars. JSON and a chart go to bench/results. `--add` adds arms and repeats to those that
+are there, where one command or one device has no room for all of them.
+
+At the saturation there are always 128 requests, or `--concurrency`, and the prompt tokens of those that end
+are counted. It is given in requests per second with the mean number of prompt tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from math import inf
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import plot, report, suite
-from bench.launch import served
-from bench.load import SLO, Clients, LogNormal, Mixture, arrivals, percentile
-from bench.model_dir import with_tokenizer
-from bench.serving import PATIENCE_S, WARM_UP, model_of
-from bench.simulate import QWEN3_8B_H200, Arrival, Fate, Simulation, arrival
-from segue.laps import pick
+from bench import plot, report
+from bench.laps_served import ARMS, CLASSES, FIRST_COME, LAPS, judged, named_command, named_url, serve
+from bench.load import LogNormal, Mixture, arrivals, percentile
+from bench.simulate import HOST_OF_H200, QWEN3_8B_H200, Arrival, Simulation, arrival, saturation
 from segue.laps.pick import LapsPolicy, PrefillChoice, PrefillView
+from segue.laps.window import Rate
 from segue.messages.control import EngineLimits, LapsLimits
 from segue.scheduler.request import Request
 
-FIRST_COME = "first come"
-CLASSES = ("short", "long")
 LOADS = (0.3, 0.6, 0.8, 0.9)
-SATURATE_S = 30.0
-LAPS = LapsLimits(threshold=256, long_share=0.2, slo_s=0.4, blocking_s=0.03, window_s=0.006)
+LIMITS = LapsLimits(threshold=256, long_share=0.2, slo_s=0.4, blocking_s=0.06, window_s=0.006)
 COLUMNS = ["", "load", "requests/s", "short p50", "p99", "long p50", "p99"]
 
 # --- simulated ---
@@ -62,7 +59,7 @@ class AlwaysAlone(LapsPolicy[Request]):
 
     def pick(self, view: PrefillView[Request], now: float) -> PrefillChoice[Request]:
         """Choose as LAPS does while prefill is not busy."""
-        self._busy = pick.Rate()
+        self._busy = Rate()
         return super().pick(view, now)
 
 
@@ -81,8 +78,8 @@ def _limits(laps: LapsLimits | None) -> EngineLimits:
 def _simulation(arm: str, seed: int) -> Simulation:
     laps: dict[str, LapsLimits | None] = {
         FIRST_COME: None,
-        "no chunk limit": LapsLimits(**_fields(LAPS) | {"blocking_s": 1e3}),
-        "no window": LapsLimits(**_fields(LAPS) | {"window_s": 0.0}),
+        "no chunk limit": LapsLimits(**_fields(LIMITS) | {"blocking_s": 1e3}),
+        "no window": LapsLimits(**_fields(LIMITS) | {"window_s": 0.0}),
     }
     policies: dict[str, type[LapsPolicy[Request]]] = {
         "strict short first": StrictShortFirst,
@@ -90,11 +87,14 @@ def _simulation(arm: str, seed: int) -> Simulation:
     }
     rng = random.Random(seed)
     made = Simulation(
-        limits=_limits(laps.get(arm, LAPS)), truth=QWEN3_8B_H200, noise=lambda: rng.uniform(0.95, 1.05)
+        limits=_limits(laps.get(arm, LIMITS)),
+        truth=QWEN3_8B_H200,
+        host=HOST_OF_H200,
+        noise=lambda: rng.uniform(0.95, 1.05),
     )
     if arm in policies:
         planner, limits = made.scheduler._prefill, made.limits
-        planner.policy = policies[arm](LAPS, made.scheduler.cost, limits.page_size, limits.step_sizes)
+        planner.policy = policies[arm](LIMITS, made.scheduler.cost, limits.page_size, limits.step_sizes)
     return made
 
 
@@ -102,7 +102,7 @@ def _fields(limits: LapsLimits) -> dict[str, Any]:
     return {name: getattr(limits, name) for name in limits.__struct_fields__}
 
 
-SIMULATED = (FIRST_COME, "laps", "no chunk limit", "no window", "always alone", "strict short first")
+SIMULATED = (FIRST_COME, LAPS, "no chunk limit", "no window", "always alone", "strict short first")
 
 
 def simulate(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,107 +111,23 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
 
     def load(rate: float, seed: int) -> list[Arrival]:
         rng = random.Random(seed)
-        due = [0.0] * 2000 if rate == inf else arrivals(rate, args.seconds, args.burstiness, rng)
+        due = arrivals(rate, args.seconds, args.burstiness, rng)
         return [arrival(workload, rng, at, number) for number, at in enumerate(due)]
 
-    def rate_of(fates: Sequence[Fate]) -> float:
-        return len(fates) / max(fate.arrival.at + fate.end for fate in fates)
-
-    saturation = {arm: rate_of(_simulation(arm, 0).run(load(inf, 0))) for arm in SIMULATED}
+    saturated = {
+        arm: saturation(_simulation(arm, 0), workload, args.concurrency, args.seconds) for arm in SIMULATED
+    }
     runs: list[dict[str, Any]] = []
     for arm in SIMULATED:
         for share in args.load:
             found: dict[str, list[float]] = {name: [] for name in CLASSES}
             for seed in range(args.repeats):
-                for fate in _simulation(arm, seed).run(load(share * saturation[FIRST_COME], seed)):
-                    found["short" if len(fate.arrival.prompt) <= LAPS.threshold else "long"].append(
+                for fate in _simulation(arm, seed).run(load(share * saturated[FIRST_COME], seed)):
+                    found["short" if len(fate.arrival.prompt) <= LIMITS.threshold else "long"].append(
                         fate.first
                     )
-            runs.append({"arm": arm, "load": share, "rate": share * saturation[FIRST_COME], **_ttft(found)})
-    return {"saturation_per_s": saturation, "runs": runs}
-
-
-# --- served ---
-
-
-ARMS: dict[str, list[str]] = {
-    FIRST_COME: [],
-    "laps": ["--enable-laps-scheduler"],
-    "no window": ["--enable-laps-scheduler", "--laps-window-ms", "0"],
-}
-
-
-def serve(args: argparse.Namespace) -> dict[str, Any]:
-    """Serve every arm at every load; returns the figures by arm and load, medians over the repeats.
-
-    All servers run from the start to the end, and only one of them has something to do at any time.
-    """
-    workload = _workload(args)
-    with ExitStack() as stack:
-        options = ["--disable-prefix-cache", *args.option]
-        if args.model in suite.SHAPES:
-            model = stack.enter_context(with_tokenizer(Path(suite.model_dir(args.model))))
-            options += ["--model", str(model), "--load-format", "dummy"]
-        elif args.model is not None:
-            options += ["--model", args.model]
-        arms = {}
-        for arm in args.arms:
-            url = stack.enter_context(served(*options, *ARMS[arm]))
-            arms[arm] = stack.enter_context(Clients(url, model_of(url), args.processes))
-        saturation = {arm: _saturation(clients, workload, args) for arm, clients in arms.items()}
-        found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-        for repeat in range(args.repeats):
-            for arm in list(arms)[:: 1 if repeat % 2 == 0 else -1]:
-                for share in args.load:
-                    rate = args.rate or share * saturation[FIRST_COME]
-                    found.setdefault((arm, share), []).append(
-                        _at(arms[arm], rate, workload, args, seed=repeat)
-                    )
-                    print(f"repeat {repeat + 1} of {args.repeats}: {arm} at {share:.0%}", flush=True)
-    runs = [
-        {
-            "arm": arm,
-            "load": share,
-            "rate": each[0]["rate"],
-            **{
-                name: {
-                    which: statistics.median(one[name]["ttft_s"][which] for one in each)
-                    for which in ("p50", "p90", "p99")
-                }
-                for name in CLASSES
-            },
-            "repeats": each,
-        }
-        for (arm, share), each in found.items()
-    ]
-    return {"saturation_per_s": saturation, "runs": runs}
-
-
-def _at(
-    clients: Clients, rate: float, workload: Mixture, args: argparse.Namespace, seed: int
-) -> dict[str, Any]:
-    """Run one load; returns the rate, and a summary of each class."""
-    run = clients.open_loop(
-        rate,
-        args.seconds,
-        lengths=workload,
-        burstiness=args.burstiness,
-        seed=seed,
-        patience=PATIENCE_S,
-    )
-    since, until = WARM_UP * args.seconds, args.seconds
-    classes = {name: run.of(name).summary(since=since, until=until, slo=SLO()) for name in CLASSES}
-    return {"rate": rate, **classes}
-
-
-def _saturation(clients: Clients, workload: Mixture, args: argparse.Namespace) -> float:
-    """Return the requests per second with so many at any time that the server is never idle."""
-    seconds = min(args.seconds, SATURATE_S)
-    run = clients.closed_loop(
-        args.concurrency, seconds, lengths=workload, max_requests=args.max_requests, seed=99
-    )
-    found = run.summary(since=0.3 * seconds, until=seconds, slo=SLO())
-    return found["events_per_s"] * found["tokens_per_event"] / workload.mean_output
+            runs.append({"arm": arm, "load": share, "rate": share * saturated[FIRST_COME], **_ttft(found)})
+    return {"saturation_per_s": saturated, "runs": runs}
 
 
 # --- both ---
@@ -251,7 +167,7 @@ def draw(name: str, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run the benchmark."""
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -262,7 +178,26 @@ def main() -> int:
     )
     parser.add_argument("--load", type=float, action="append", help="share of the saturation; several")
     parser.add_argument("--rate", type=float, help="requests per second, in place of --load")
-    parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=[FIRST_COME, "laps"])
+    parser.add_argument("--arms", nargs="*", choices=sorted(ARMS), default=[FIRST_COME, LAPS])
+    parser.add_argument(
+        "--url",
+        action="append",
+        type=named_url,
+        default=[],
+        metavar="NAME=URL",
+        help="one more arm: a server that runs already; several",
+    )
+    parser.add_argument(
+        "--theirs",
+        type=named_command,
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="one more arm: a server that COMMAND starts, in which {model} and {port} are replaced; several",
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="add arms and repeats to the saved ones, at their saturation"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of arrivals")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=int, nargs=2, default=(1, 1), metavar=("MIN", "MAX"))
@@ -282,14 +217,19 @@ def main() -> int:
     args = parser.parse_args()
     args.load = args.load or list(LOADS)
     name = args.name or ("laps" if args.serve else "laps_simulated")
-    measure: Callable[[argparse.Namespace], dict[str, Any]] = serve if args.serve else simulate
-    found = measure(args)
+    if args.serve and args.rate is None and not args.add and FIRST_COME not in args.arms:
+        parser.error(f"a share of the load needs the arm {FIRST_COME!r}; add it, or give --rate")
+    found = serve(args, _workload(args), name) if args.serve else simulate(args)
     print(f"written to {report.save(name, {'arguments': vars(args), **found})}")
     report.show("time to first token, ms", COLUMNS, [row(run) for run in found["runs"]])
     saturation = [[arm, f"{rate:.1f}"] for arm, rate in found["saturation_per_s"].items()]
     report.show("saturation", ["", "requests/s"], saturation)
     draw(name, found["runs"])
-    return 0
+    bars = judged(found["runs"])
+    if bars:
+        rows = [[label, f"{ratio:.3f}", f"{bar}"] for label, ratio, bar in bars]
+        report.show("short prompts, p99: LAPS by another server", ["", "found", "bar"], rows)
+    return int(any(ratio > bar for _, ratio, bar in bars))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,6 +25,12 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def filled(command: str, *, model: str, port: int) -> list[str]:
+    """Return the words of a command, in which ``{model}`` and ``{port}`` are replaced."""
+    words = shlex.split(command)
+    return [word.replace("{model}", model).replace("{port}", str(port)) for word in words]
 
 
 @contextmanager
@@ -54,13 +61,27 @@ def running(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[float]:
-    """Start `command` in a process group of its own, yield the seconds until ``/health`` is 200, and stop it.
+    """Start `command` as `started` does, and yield the seconds until ``/health`` was 200."""
+    began = time.monotonic()
+    with started(command, url, start_timeout=start_timeout, log=log, env=env):
+        yield time.monotonic() - began
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    url: str,
+    *,
+    start_timeout: float = START_TIMEOUT_S,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `command` in a process group of its own, yield it once ``/health`` is 200, and stop it.
 
     Raises:
         RuntimeError: the server ended before it was ready.
         TimeoutError: the server was not ready within `start_timeout` seconds.
     """
-    began = time.monotonic()
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(
             command,
@@ -72,7 +93,7 @@ def running(
         )
     try:
         _wait(process, url, start_timeout)
-        yield time.monotonic() - began
+        yield process
     finally:
         _stop(process)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import exp, log
 from typing import Any
 
 from bench.client import Client, Job, Timeline, clock
@@ -63,6 +64,15 @@ class LogNormal:
             pass
         return length
 
+    @property
+    def mean(self) -> float:
+        """The mean length."""
+        least, most = (log(each / self.median) / self.sigma for each in (self.least - 0.5, self.most + 0.5))
+        normal = statistics.NormalDist().cdf
+        inside = normal(most) - normal(least)
+        weighted = normal(most - self.sigma) - normal(least - self.sigma)
+        return self.median * exp(self.sigma**2 / 2) * weighted / inside
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
@@ -91,6 +101,11 @@ class Mixture:
         prefix = rng.choice(self.prefixes) if self.prefixes else ()
         prompt = [*prefix, *(rng.randint(0, self.max_id) for _ in range(length))]
         return Job(prompt=prompt, max_tokens=max_tokens, due=due, label=label)
+
+    @property
+    def mean_prompt(self) -> float:
+        """The mean number of prompt tokens, without the prefixes."""
+        return self.long_share * self.long.mean + (1 - self.long_share) * self.short.mean
 
     @property
     def mean_output(self) -> float:
@@ -128,6 +143,16 @@ class Run:
     def of(self, label: str) -> Run:
         """Return the run of one class of requests."""
         return replace(self, timelines=[t for t in self.timelines if t.label == label])
+
+    def prompt_tokens_per_s(self, since: float, until: float) -> float:
+        """Return the prompt tokens per second of the requests that ended between these seconds of the load.
+
+        It tells the throughput of prefill better than the number of requests does, of which one may have a
+        thousand times as many tokens as another one.
+        """
+        first, last = self.begin + since, self.begin + until
+        ended = [t for t in self.timelines if t.error is None and not t.given_up]
+        return sum(t.prompt_tokens for t in ended if first <= t.times[-1] < last) / (until - since)
 
     def summary(self, *, since: float, until: float, slo: SLO) -> dict[str, Any]:
         """Summarise the time from `since` to `until` after the begin: latencies in seconds, rates per second.

@@ -1,4 +1,4 @@
-"""Small charts as SVG: line charts and bars, a hundred lines instead of a plotting library.
+"""Small charts as SVG: line charts, bars and timelines, instead of a plotting library.
 
     python -m bench.plot
 
@@ -116,6 +116,63 @@ def _bar(bar: Bar, top: float, scale: float) -> str:
         x += width
     parts.append(f'<text x="{x + 8:.1f}" y="{middle}">{escape(bar.text)}</text>')
     return "".join(parts)
+
+
+# --- lanes ---
+
+_LANES_WIDTH, _LANE_LABELS, _LANE_TEXT = 900, 170, 290
+_OPACITY = (1.0, 0.6, 0.3)  # of `LaneSpan.shade`
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """Something that takes time, or only a moment, in the unit of the picture."""
+
+    begin: float
+    end: float
+    shade: int  # 0: the colour itself; 1, 2: paler
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of a timeline: what happens there, from left to right, and a text at the right."""
+
+    label: str
+    colour: str
+    spans: Sequence[LaneSpan]
+    text: str
+
+
+def timeline(path: Path, title: str, rows: Sequence[Lane], unit: str) -> Path:
+    """Write one row below the other, over a common axis of time that begins at 0."""
+    last = max(span.end for row in rows for span in row.spans)
+    scale = (_LANES_WIDTH - _LANE_LABELS - _LANE_TEXT) / last
+    bottom = 34 + _PITCH * len(rows)
+    parts = [f'<text x="14" y="20" font-weight="bold" font-size="13">{escape(title)}</text>']
+    for quarter in range(5):
+        x = _LANE_LABELS + scale * last * quarter / 4
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="30" y2="{bottom}" stroke="#ddd"/>')
+        name = f"{last * quarter / 4:,.0f}" + (f" {unit}" if quarter == 4 else "")
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{name}</text>')
+    for index, row in enumerate(rows):
+        top = 34 + _PITCH * index
+        parts.append(
+            f'<text x="{_LANE_LABELS - 8}" y="{top + 12}" text-anchor="end">{escape(row.label)}</text>'
+        )
+        for span in row.spans:
+            x, width = _LANE_LABELS + scale * span.begin, max(1.5, scale * (span.end - span.begin))
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{row.colour}" '
+                f'fill-opacity="{_OPACITY[span.shade]}"/>'
+            )
+        x = _LANES_WIDTH - _LANE_TEXT + 10
+        parts.append(f'<text x="{x}" y="{top + 12}">{escape(row.text)}</text>')
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LANES_WIDTH}" height="{bottom + 24}" '
+        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+    return path
 
 
 def updates_and_pauses(updates: Mapping[str, Any], pauses: Mapping[str, Any], path: Path) -> Path:

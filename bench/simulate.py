@@ -2,15 +2,20 @@
 
 A turn is that of `segue.worker.loop`, with overlap: messages, a plan, then the oldest result. So what LAPS
 does to the latencies of a load is known within seconds, on any machine, and the same each time.
+
+While the host launches a step it does nothing else: it sees requests and ends of steps afterwards. The device
+begins with the first kernels meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from bench.load import Mixture
 from segue.config import EngineConfig
@@ -21,8 +26,25 @@ from segue.messages.steps import StepResult
 from segue.scheduler.request import Step
 from segue.scheduler.scheduler import Scheduler
 
-# About those of Qwen3-8B on an H200: 43,300 prompt tokens per second in chunks of 8,192.
-QWEN3_8B_H200 = Coefficients(floor=0.0052, start=0.0012, per_token=2.2e-5, per_pair=1.6e-10, per_kv=4.0e-8)
+# Those of Qwen3-8B on an H200: within 3 % of the prompts of 1,024 and 3,500 tokens and the 64 of 2,048 in
+# bench/results/gpu_offline_8b.json, and of the second chunk of 16,384 tokens in gpu_pause.json.
+QWEN3_8B_H200 = Coefficients(floor=0.0052, start=0.0018, per_token=2.18e-5, per_pair=1.1e-9, per_kv=4.0e-8)
+
+
+class HostCost(NamedTuple):
+    """What the host does beside the device, in seconds."""
+
+    turn: float = 0.0003  # to plan a step, and again to take its result
+    first: float = 0.0  # from the begin of a launch until the device has its first kernel
+    graph: float = 0.0  # to launch a step that fits a captured one
+    eager: float = 0.0  # to launch another step
+    poll: float = (
+        0.0  # between two looks whether a step has ended, while the next one may not be launched yet
+    )
+
+
+NO_LAUNCHES = HostCost()  # a host that only plans
+HOST_OF_H200 = HostCost(first=0.001, graph=0.0012, eager=0.013, poll=0.001)  # with Qwen3-8B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +73,7 @@ class Simulation:
     limits: EngineLimits
     truth: Coefficients
     config: EngineConfig = field(default_factory=EngineConfig)
-    host_s: float = 0.0003  # that the host takes for a turn
+    host: HostCost = NO_LAUNCHES
     noise: Callable[[], float] = lambda: 1.0  # what a step's time is multiplied by
     overlap: bool = True
 
@@ -60,9 +82,22 @@ class Simulation:
         self.scheduler = Scheduler(self.limits, self.config)
         self.fates: dict[str, Fate] = {}
         self.free = 0.0  # when the device has done all that was launched
+        self.idle = 0.0  # seconds that the device has waited for a launch
 
-    def run(self, load: Sequence[Arrival]) -> list[Fate]:
-        """Send a load, which is in the order of arrival; returns the fates of its requests."""
+    def run(
+        self,
+        load: Iterable[Arrival],
+        *,
+        until: float = inf,
+        follow: Callable[[float], Arrival] | None = None,
+    ) -> list[Fate]:
+        """Send a load, which is in the order of arrival; returns the fates of its requests.
+
+        Args:
+            load: the requests.
+            until: seconds after which nothing more is computed.
+            follow: makes the request that comes at a time because another one has ended; None: none comes.
+        """
         scheduler, waiting, now = self.scheduler, deque(load), 0.0
         in_flight: deque[tuple[float, StepResult]] = deque()
 
@@ -73,20 +108,22 @@ class Simulation:
             while next_arrival() <= now:
                 self.add(waiting.popleft(), now)
 
-        while waiting or in_flight or scheduler.requests:
+        while (waiting or in_flight or scheduler.requests) and now < until:
             deliver()
-            while in_flight and (until := min(scheduler.launch_at(now), in_flight[0][0])) > now:
-                now = min(until, next_arrival())
+            while in_flight and (turn := scheduler.launch_at(now)) > now < in_flight[0][0]:
+                now = min(turn, in_flight[0][0] + self.host.poll / 2, next_arrival())
                 deliver()
             plan = scheduler.plan(now)
             if plan is not None:
-                now += self.host_s
-                self.launch(scheduler.in_flight[-1], now)
+                now = self.launch(scheduler.in_flight[-1], now + self.host.turn)
+                scheduler.launched(now)
                 in_flight.append((self.free, StepResult(plan.step, [1] * sum(plan.samples), 0.001)))
             if in_flight and (plan is None or len(in_flight) == 1 + self.overlap):
                 end, result = in_flight.popleft()
-                now = max(now, end)
-                self._note(scheduler.apply(result, now).rids, now)
+                now = max(now, end) + self.host.turn
+                rids = scheduler.apply(result, now).rids
+                self._note(rids, now)
+                waiting.extend(follow(now) for rid in rids if follow and rid not in scheduler.requests)
             elif not in_flight:
                 now = min(next_arrival(), scheduler.wake_at or inf)
         return list(self.fates.values())
@@ -99,9 +136,14 @@ class Simulation:
         message = AddRequest(rid=rid, prompt=pack_ids(arrival.prompt), params=params)
         assert self.scheduler.add(message, now) is None
 
-    def launch(self, step: Step, now: float) -> None:
-        """Give a step to the device."""
-        self.free = max(self.free, now) + self.noise() * seconds_of(self.truth, step.work)
+    def launch(self, step: Step, now: float) -> float:
+        """Give a step to the device; returns when the host has launched all of it."""
+        sizes = self.limits.step_sizes
+        launched = now + (self.host.graph if sizes and step.work.tokens <= sizes[-1] else self.host.eager)
+        begin = max(self.free, now + self.host.first)
+        self.idle += begin - self.free
+        self.free = max(begin + self.noise() * seconds_of(self.truth, step.work), launched)
+        return launched
 
     def _note(self, rids: Sequence[str], now: float) -> None:
         for rid in rids:
@@ -118,3 +160,19 @@ def arrival(workload: Mixture, rng: random.Random, at: float, number: int) -> Ar
     """Draw request ``number`` of a load, whose prompt has no page in common with another one's."""
     length, outputs, _ = workload.draw(rng)
     return Arrival(at=at, prompt=[number] * length, outputs=outputs)
+
+
+def saturation(simulation: Simulation, workload: Mixture, concurrency: int, seconds: float) -> float:
+    """Return the requests per second with so many at any time, if all were of the mean length.
+
+    It counts the prompt tokens of the requests that end in the last 70 % of ``seconds``: how many requests
+    these are depends on how many long ones happen to be among them.
+    """
+    rng, number = random.Random(99), itertools.count()
+
+    def one(now: float) -> Arrival:
+        return arrival(workload, rng, now, next(number))
+
+    since, fates = 0.3 * seconds, simulation.run(map(one, [0.0] * concurrency), until=seconds, follow=one)
+    tokens = sum(len(f.arrival.prompt) for f in fates if since <= f.arrival.at + f.end < seconds)
+    return tokens / (seconds - since) / workload.mean_prompt

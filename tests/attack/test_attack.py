@@ -27,7 +27,7 @@ def test_the_attack_finds_nothing_wrong_with_this_server(capsys: pytest.CaptureF
     # The other groups have tests of their own, with bounds that cannot hold while other tests run.
     groups = ["--group", "mutations", "--group", "storms"]
     # The bound of 2 s allows for other tests that run at the same time.
-    found = main(["--seconds", "8", "--seed", "1", "--health-s", "2", *groups])
+    found = main(["--seconds", "5", "--seed", "1", "--health-s", "2", *groups])
     assert found == 0, capsys.readouterr().out
 
 

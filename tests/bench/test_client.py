@@ -92,6 +92,7 @@ def test_requests_of_an_open_loop_are_sent_when_they_are_due(server):
         assert timeline.error is None
         assert not timeline.given_up
         assert timeline.tokens == timeline.max_tokens == expected.max_tokens
+        assert timeline.prompt_tokens == len(expected.prompt)
         assert timeline.due == begin + expected.due <= timeline.sent <= timeline.times[0]
         assert timeline.times == sorted(timeline.times)
 

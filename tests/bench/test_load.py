@@ -3,13 +3,26 @@
 import math
 import random
 import statistics
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from bench.client import Timeline
 from bench.launch import free_port
-from bench.load import SLO, Clients, Lengths, Run, arrivals, keeps, percentile
+from bench.load import SLO, Clients, Lengths, Mixture, Run, arrivals, keeps, percentile
+
+
+@pytest.mark.parametrize("lengths", [Mixture().short, Mixture().long])
+def test_the_mean_of_log_normal_lengths_is_that_of_drawn_ones(lengths):
+    rng = random.Random(1)
+    drawn = [lengths.draw(rng) for _ in range(40_000)]
+    assert lengths.mean == pytest.approx(statistics.fmean(drawn), rel=0.02)
+
+
+def test_the_mean_prompt_of_a_mixture_weighs_its_classes():
+    mixture = Mixture(long_share=0.25)
+    assert mixture.mean_prompt == 0.25 * mixture.long.mean + 0.75 * mixture.short.mean
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -78,6 +91,19 @@ def test_a_summary_counts_the_events_within_its_time():
     assert found["good_per_s"] == 1 / 2
     assert found["good_share"] == 1 / 4
     assert found["send_lag_p99_s"] == pytest.approx(0.01)
+
+
+def test_prompt_tokens_are_those_of_the_requests_that_ended_in_time():
+    timelines = [
+        timeline(100.5, 101.0),  # one ended at the begin of the time, and counts
+        timeline(101.0, 101.5, 102.5),
+        timeline(101.0, 103.0),  # at its end
+        timeline(102.5, 102.6, error="the stream was cut"),
+        timeline(102.6, 102.7, given_up=True),
+    ]
+    with_prompts = [replace(each, prompt_tokens=10**i) for i, each in enumerate(timelines)]
+    run = Run(begin=100.0, timelines=with_prompts, client_cpu=0.0)
+    assert run.prompt_tokens_per_s(1.0, 3.0) == 11 / 2
 
 
 @pytest.mark.parametrize(

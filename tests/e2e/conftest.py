@@ -1,4 +1,4 @@
-"""Provides one shared engine to the tests that only pause and flush."""
+"""Provides one shared engine to the tests that only pause and flush, and the network of NIXL's tests."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def engine(shared_engine: segue.Engine) -> Iterator[segue.Engine]:
     shared_engine.continue_generation()
     assert shared_engine.flush_cache(timeout=30).success
     assert_nothing_left(shared_engine)  # and the scheduler's invariants hold
+
+
+@pytest.fixture(scope="module")
+def nixl_over_tcp() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,self")
+        yield

@@ -38,6 +38,9 @@ class Served:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=5)
 
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.get("/server_info").json()["internal_states"][0]
         return state

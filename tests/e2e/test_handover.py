@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +13,9 @@ import pytest
 import segue
 from segue.errors import InvalidRequestError
 from segue.server.app import create_app
+from tests.e2e.pair import OPTIONS, PAGE_SIZE, Pair, greedy, ids
 
-PAGE_SIZE = 4
-OPTIONS: dict[str, Any] = {
-    "load_format": "dummy",
-    "dtype": "float32",
-    "device": "cpu",
-    "page_size": PAGE_SIZE,
-    "num_kv_tokens": 2048,
-    "max_running_requests": 8,
-    "chunked_prefill_size": 24,
-    "log_level": "error",
-}
 TEXT = "The capital of France is Paris. Hello world, how are you today? " * 4
-ROOMS = itertools.count(1)
-
-
-class Pair:
-    """A prefill engine, a decode engine, and one that does both, all with the same options."""
-
-    def __init__(self, model: Path, tp: tuple[int, int] = (1, 1), **options: Any) -> None:
-        options = OPTIONS | {"model": str(model)} | options
-        self.model = model.name
-        self.whole = segue.Engine(**options, embedded=True)
-        ranks = [{"tp": count, "embedded": count == 1} for count in tp]
-        self.prefill = segue.Engine(role="prefill", disaggregation_bootstrap_port=0, **options, **ranks[0])
-        self.decode = segue.Engine(role="decode", **options, **ranks[1])
-        address = self.prefill.get_server_info()["decided"]["control_address"]
-        self.host, port = address.rsplit(":", 1)
-        self.port = int(port)
-        self.threads = ThreadPoolExecutor(64)
-
-    def where(self, count: int | None = None) -> dict[str, Any]:
-        """Returns the bootstrap fields of a call, or of a batch of ``count`` prompts, for both engines."""
-        rooms = next(ROOMS) if count is None else [next(ROOMS) for _ in range(count)]
-        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": rooms}
-
-    def split(self, **call: Any) -> tuple[Any, Any]:
-        """Returns the replies of the prefill and of the decode engine."""
-        prompts = call.get("input_ids") or call["prompt"]
-        is_batch = isinstance(prompts, list) and not isinstance(prompts[0], int)
-        call |= self.where(len(prompts) if is_batch else None)
-        first: Future[Any] = self.threads.submit(self.prefill.generate, **call)
-        second: Future[Any] = self.threads.submit(self.decode.generate, **call)
-        return first.result(60), second.result(60)
-
-    def handover(self, engine: segue.Engine) -> dict[str, Any]:
-        found: dict[str, Any] = engine.get_server_info()["internal_states"][0]["handover"]
-        return found
-
-    def compare(self, **call: Any) -> Any:
-        """Asserts that the pair replies what one engine replies, and recomputes nothing."""
-        call = {"return_logprob": True} | call  # ids alone hardly depend on the KV of a random model
-        before = self.handover(self.decode)
-        whole, (_, decoded) = self.whole.generate(**call), self.split(**call)
-        count = 1
-        for one, two in zip(*[r if isinstance(r, list) else [r] for r in (whole, decoded)], strict=True):
-            assert (two["output_ids"], two["text"]) == (one["output_ids"], one["text"])
-            names = ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs")
-            for name in (*names, "output_top_logprobs", "input_token_logprobs", "weight_versions"):
-                assert two["meta_info"].get(name) == one["meta_info"].get(name), name
-            count = len(whole) if isinstance(whole, list) else 1
-        after = self.handover(self.decode)
-        assert after["recomputed"] == before["recomputed"] == {} and after["failed"] == {}
-        self.num_adopted = after["num_adopted"] - before["num_adopted"]
-        assert self.num_adopted <= count
-        return decoded
-
-    def close(self) -> None:
-        for engine in (self.whole, self.prefill, self.decode):
-            engine.shutdown()
-        self.threads.shutdown()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["overlap", "no overlap"])
@@ -93,14 +23,6 @@ def pair(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(tiny_model, deterministic=True, disable_overlap=request.param)
     yield pair
     pair.close()
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    return [(7 + 13 * seed + 31 * index * (seed + 1)) % 300 + 3 for index in range(count)]
-
-
-def greedy(count: int = 12, **more: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | more
 
 
 @pytest.mark.parametrize("count", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 24, 25, 100])

@@ -184,11 +184,17 @@ def test_a_dead_worker_fails_its_requests_and_ends_the_server() -> None:
         assert served.process.wait(6) == 1
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_no_worker_survives_a_killed_server(tp: int, wait_until: WaitUntil) -> None:
+@pytest.mark.parametrize(
+    ("tp", "stopped"),
+    [(1, False), (1, True), pytest.param(3, False, marks=pytest.mark.slow)],
+    ids=["1 worker", "1 stopped worker", "3 workers"],
+)
+def test_no_worker_survives_a_killed_server(tp: int, stopped: bool, wait_until: WaitUntil) -> None:
     with serve("--tp", str(tp), "--dtype", "float32", "--num-kv-tokens", "2048") as served:
         workers = served.workers()
         assert len(workers) == tp
+        if stopped:
+            os.kill(workers[0], signal.SIGSTOP)
         served.process.kill()
         wait_until(lambda: not any(alive(pid) for pid in workers), timeout=1.5, what="the end of the workers")
 

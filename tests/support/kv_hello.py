@@ -12,6 +12,7 @@ from segue.messages.kv import Hello, KVIdentity, RankAddress, TransportOffer
 DIFFERENCES: list[tuple[str, Any, str]] = [
     ("protocol", 2, "same version of Segue"),
     ("model", "b00b", "--model"),
+    ("tokenizer", "", "tokenizer.json"),
     ("layers", 28, "--model"),
     ("kv_heads", 4, "--model"),
     ("head_dim", 64, "--model"),

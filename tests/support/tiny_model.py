@@ -52,13 +52,13 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model(directory: Path) -> Path:
-    """Write a model without weights, for ``load_format="dummy"``."""
+def write_model(directory: Path, **changes: object) -> Path:
+    """Write a model without weights, for ``load_format="dummy"``; ``changes`` are of its `CONFIG`."""
     tokenizer = make_tokenizer()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size} | changes))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

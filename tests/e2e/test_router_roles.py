@@ -1,0 +1,113 @@
+"""Roles and drains of real engines behind ``segue router``, while requests run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.served import Served, greedy, serve
+from tests.e2e.test_router import routing, until
+
+NUM_CLIENTS = 4
+PROMPTS = [[*range(start, start + 20)] for start in range(5, 11)]
+OPTIONS = (
+    *("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--deterministic"),
+    *("--page-size", "4", "--num-kv-tokens", "2048", "--disaggregation-bootstrap-port", "0"),
+)
+
+
+def body_of(prompt: list[int]) -> dict[str, Any]:
+    return {"input_ids": prompt, "sampling_params": greedy(12)}
+
+
+class Load:
+    """Clients that send one request after the other to a router; every reply is checked."""
+
+    def __init__(self, url: str, expected: list[list[int]]) -> None:
+        self._url, self._expected = url, expected
+        self._numbers = itertools.count()
+        self.num_replies = 0
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        """Be one client."""
+        with httpx.Client(timeout=60) as http:
+            while not self._has_ended.is_set():
+                index = next(self._numbers) % len(PROMPTS)
+                reply = http.post(f"{self._url}/generate", json=body_of(PROMPTS[index]))
+                assert reply.status_code == 200, reply.text
+                assert reply.json()["output_ids"] == self._expected[index]
+                self.num_replies += 1
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs the clients for the block; at its end each must have had the right replies only."""
+        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+            clients: list[Future[None]] = [threads.submit(self.run) for _ in range(NUM_CLIENTS)]
+            try:
+                yield
+            finally:
+                self._has_ended.set()
+                for client in clients:
+                    client.result(60)
+
+    def go_on(self, wait_until: Any, count: int = 8) -> None:
+        """Wait for further replies."""
+        goal = self.num_replies + count
+        wait_until(lambda: self.num_replies >= goal, what="further replies")
+
+
+@pytest.fixture
+def fleet(tiny_model: Path) -> Iterator[tuple[str, list[Served]]]:
+    """A router, and the prefill engine and the two decode engines behind it."""
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(serve("--model", str(tiny_model), *OPTIONS, "--role", role))
+            for role in ("prefill", "decode", "decode")
+        ]
+        yield stack.enter_context(routing(*engines)), engines
+
+
+def roles(url: str) -> Counter[str]:
+    workers = httpx.get(f"{url}/workers", timeout=30).json()["workers"]
+    return Counter(worker["record"]["role"] for worker in workers if worker["serves"])
+
+
+def test_no_request_fails_while_roles_change_and_engines_drain(
+    fleet: tuple[str, list[Served]], wait_until: Any
+) -> None:
+    url, engines = fleet
+    names = [engine.url.partition("://")[2] for engine in engines]
+    expected = [engines[1].post("/generate", body_of(prompt)).json()["output_ids"] for prompt in PROMPTS]
+    load = Load(url, expected)
+    with load.running(), httpx.Client(base_url=url, timeout=60) as http:
+        load.go_on(wait_until)
+        for worker, role in [(2, "prefill"), (0, "decode"), (0, "prefill"), (2, "decode")]:
+            reply = http.post(f"/workers/{names[worker]}/role", json={"role": role})
+            assert (reply.status_code, reply.json()["role"]) == (200, role), reply.text
+            assert (reply.json()["kv_address"] is not None) == (role == "prefill")
+            load.go_on(wait_until)
+        until(url, "/workers", lambda _: roles(url) == {"prefill": 1, "decode": 2})
+
+        assert http.post(f"/workers/{names[1]}/drain").json()["serves"] is False
+        load.go_on(wait_until)
+        assert http.post(f"/workers/{names[1]}/drain", json={"drain": False}).json()["serves"] is True
+
+        assert engines[1].post("/drain", {}).json()["drain"] is True
+        assert engines[1].post("/generate", body_of(PROMPTS[0])).json()["error_code"] == "draining"
+        until(url, "/workers", lambda _: roles(url) == {"prefill": 1, "decode": 1})
+        load.go_on(wait_until)
+        engines[1].post("/drain", {"drain": False})
+        until(url, "/workers", lambda _: roles(url) == {"prefill": 1, "decode": 2})
+        load.go_on(wait_until)
+    handed_over = sum(engine.state()["handover"]["num_adopted"] for engine in engines)
+    assert handed_over > 0
