@@ -23,10 +23,10 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
 from segue.messages.requests import TokenLogprob, unpack_ids
-from segue.messages.steps import StepPlan, StepResult
+from segue.messages.steps import RankEvent, StepPlan, StepResult
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import SchedulerLoop
-from tests.worker.updaters import FakeUpdater
+from tests.worker.updaters import FakeMemory, FakeUpdater
 
 LOGPROB = -0.5
 RUNNER_UP_LOGPROB = -1.5
@@ -134,10 +134,15 @@ def serve(
     events, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     events.bind("inproc://events")
     replies.connect("inproc://events")
+
+    def send(event: RankEvent) -> None:
+        replies.send(msgspec.msgpack.encode(event))
+
     SchedulerLoop(
         Scheduler(limits, config),
         EchoRunner(ready.vocab_size),
-        FakeUpdater(lambda event: replies.send(msgspec.msgpack.encode(event))),
+        FakeUpdater(send),
+        memory=FakeMemory(send),
         inbox=inbox,
         outbox=outbox,
         events=events,

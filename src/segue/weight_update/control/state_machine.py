@@ -404,9 +404,8 @@ def _missing(replies: list[RankReply]) -> str | None:
     fields = max((reply.fields for reply in replies), key=lambda fields: fields.get("num_missing", 0))
     if not (count := fields.get("num_missing", 0)):
         return None
-    return (
-        f"{count} tensors have not been sent since their memory was released, such as {fields['missing']!r}"
-    )
+    first = f"such as {fields['missing']!r}"
+    return f"tensors that have not been sent since their memory was released: {count}, {first}"
 
 
 def _wrong_format(request: UpdateFromDisk | UpdateFromTensor) -> str:
