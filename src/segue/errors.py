@@ -115,6 +115,14 @@ class StaleEpochError(SegueError, status=503, code="stale_epoch"):
     """An engine's epoch is not the newest of its cohort, or a leg names another epoch than its engine has."""
 
 
+class FailoverDirectoryError(ConfigError):
+    """The failover directory cannot be used: others may write to it, or its file system has no locks."""
+
+
+class LockLostError(SegueError, status=503, code="lock_lost"):
+    """The file of a cohort's lock was deleted or made anew while an engine held the lock: it was replaced."""
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
