@@ -80,10 +80,9 @@ def _do(lock: CohortLock, command: str, value: str) -> str:
         case "release":
             lock.release()
             return "released"
-        case "fork":  # the child stays until its parent's parent closes the pipe that both read
+        case "fork":
             if not (child := os.fork()):
-                sys.stdin.read()
-                os._exit(0)
+                signal.pause()
             return str(child)
         case "claim-for-ever":  # each epoch is written to the pipe once it has been claimed
             while True:

@@ -180,7 +180,7 @@ def test_a_killed_writer_s_epoch_is_never_claimed_again(directory: Path) -> None
     assert epochs == sorted(set(epochs))
 
 
-@pytest.mark.parametrize("written", [0, 1, 40, SLOT_BYTES - 1])
+@pytest.mark.parametrize("written", [0, 1, 8, 40])
 def test_an_entry_that_was_not_written_whole_does_not_count(directory: Path, written: int) -> None:
     lock = CohortLock(directory, "default")
     assert lock.try_acquire()
