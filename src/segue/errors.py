@@ -119,6 +119,10 @@ class FailoverDirectoryError(ConfigError):
     """The failover directory cannot be used: others may write to it, or its file system has no locks."""
 
 
+class DiscoveryError(SegueError, status=503, code="discovery_unavailable"):
+    """The place where engines are found cannot be reached, or does not do what it was asked for."""
+
+
 class LockLostError(SegueError, status=503, code="lock_lost"):
     """The file of a cohort's lock was deleted or made anew while an engine held the lock: it was replaced."""
 

@@ -141,7 +141,7 @@ def check_name(text: str, name: str) -> None:
     """Check an option that names something, such as a cohort: the name is also that of a file, or a key.
 
     Raises:
-        ConfigError: it has other characters than lower-case letters, digits, dots and hyphens, or is too long.
+        ConfigError: it has other characters than a-z, 0-9, dots and hyphens, or is too long.
     """
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", text):
         rule = "expected at most 63 of a-z, 0-9, '.' and '-', with a letter or digit at both ends"

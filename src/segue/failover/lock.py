@@ -62,6 +62,7 @@ class CohortLock:
         """
         check_name(cohort, "cohort")
         check_directory(directory)
+        self.cohort = cohort
         self.path = directory / f"{cohort}.lock"
         self.epoch = 0  # that was claimed with this lock; 0: none was
         self._file: OpenFile | None = None  # that is locked
