@@ -68,17 +68,19 @@ def test_a_forked_process_keeps_no_record(directory: Path) -> None:
         engine, router = FileDiscovery(directory), FileDiscovery(directory)
         await engine.put(record())
         read, write = os.pipe()
-        if not os.fork():
-            os.close(write)
-            os.read(read, 1)  # until the parent closes the pipe
-            os._exit(0)
-        os.close(read)
+        if not (child := os.fork()):
+            os.write(write, b"x")
+            signal.pause()
+        os.read(read, 1)
         assert list(await router.list()) == [record()]
-        number = next(iter(engine._put.values())).number
-        os.close(number)  # as if the process had died
+        file = next(iter(engine._put.values()))
+        os.close(file.number)  # as if the process had died
+        file.number = -1
         assert list(await router.list()) == []
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
         os.close(write)
-        os.wait()
 
     asyncio.run(run())
 
