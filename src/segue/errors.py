@@ -171,6 +171,10 @@ class WorkersFailedError(SegueError, status=502, code="workers_failed"):
     """An operation that a router sends to all workers failed at one or more of them."""
 
 
+class FailedOverError(SegueError, status=503, type="overloaded_error", code="failed_over"):
+    """The engine of an operation was lost, and another one of its cohort takes its place."""
+
+
 class SeveralWorkersError(SegueError, status=400, type="invalid_request_error", code="several_workers"):
     """A router of several workers does not take this request; each worker has to get it from the client."""
 
