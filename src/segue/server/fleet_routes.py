@@ -23,7 +23,7 @@ from segue.api.fleet import DrainRequest, RoleChanged, RoleRequest
 from segue.api.schema import body_schema
 from segue.api.validation import parse
 from segue.errors import SegueError
-from segue.frontend.life import LifeState
+from segue.failover.life import LifeState
 from segue.host import boot_id
 from segue.launch.runtime import Runtime
 from segue.messages.control import EngineLoad
