@@ -127,6 +127,14 @@ class WakeError(SegueError, status=503, code="engine_cannot_wake"):
     """An engine that stood by could not begin to serve. It ends."""
 
 
+class FailoverDirectoryError(ConfigError):
+    """The failover directory cannot be used: others may write to it, or its file system has no locks."""
+
+
+class LockLostError(SegueError, status=503, code="lock_lost"):
+    """The file of a cohort's lock was deleted or made anew while an engine held the lock: it was replaced."""
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
