@@ -347,8 +347,8 @@ class EngineConfig(Options):
     )
     wake_timeout_s: float | None = _failover(
         None,
-        "Seconds that a wake may take before the engine ends itself; default: 10, and 1 more per 10 GiB of KV "
-        "cache.",
+        "Seconds that a wake may take before the engine ends itself; default: 10, and 1 more per 10 GiB "
+        "of KV cache.",
         minimum=0.1,
     )
     hang_timeout_s: float | None = _failover(

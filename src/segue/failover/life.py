@@ -49,6 +49,7 @@ class Life:
         self.hung: str | None = None  # why the engine counts as hung: it may answer again
         self.deadline: float | None = None  # until when the state may last; None: for ever
         self.entered = dict.fromkeys(LifeState, 0)  # how often each state was entered
+        self.num_failovers = 0  # wakes in the place of another engine
         self.wake_phases: dict[str, float] = {}  # seconds of each phase of the wake
         self._clock = clock
         self._since = self._progress_at = clock()

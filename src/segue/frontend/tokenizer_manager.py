@@ -21,8 +21,8 @@ from segue.errors import (
     SegueError,
     WrongRoleError,
 )
-from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.failover.life import Life
+from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import RequestLimits
@@ -121,7 +121,11 @@ class TokenizerManager:
     # --- clients ---
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], batch_id: str | None = None, *, is_streamed: bool = False,
+        self,
+        requests: Sequence[GenerateRequest],
+        batch_id: str | None = None,
+        *,
+        is_streamed: bool = False,
         is_canary: bool = False,
     ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
@@ -388,9 +392,7 @@ class TokenizerManager:
         held = self._states.get(rid) or self._arriving.get(rid)
         return "" if held is None else held.leg
 
-    def _check_rids(
-        self, requests: Sequence[GenerateRequest], batch_id: str | None, is_canary: bool
-    ) -> None:
+    def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None, is_canary: bool) -> None:
         """Raise an error if the engine cannot serve, or if an id is in flight or occurs twice.
 
         Requests and batches share one space of ids, because :meth:`abort` takes either.

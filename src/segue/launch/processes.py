@@ -18,12 +18,14 @@ import zmq
 
 from segue.children import describe_exit, import_path
 from segue.config import EngineConfig
+from segue.host import read_number
 from segue.launch.run_dir import RunDir
 from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
 POLL_S = 0.005
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KILL_S = 5.0  # for a killed process to end
 # A step's temporaries are freed and soon allocated again, so malloc keeps their memory, in huge pages. A
 # decode step of one request gets 6 to 9 % faster, and prefill no longer has page faults.
@@ -69,10 +71,22 @@ def cgroup_cores(root: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
 
 
-class WorkerProcesses:
-    """One process per rank. A worker ends when its standard input closes; when this process dies, it is killed."""
+def touched_bytes(pids: Sequence[int]) -> int:
+    """Return the bytes that processes have in memory, and have read so far; those that have ended count 0."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+            total += read_number(Path(f"/proc/{pid}/io"), "rchar") or 0
+    return total
 
-    def __init__(self, config: EngineConfig, run_dir: RunDir, command: Sequence[str] = WORKER_COMMAND) -> None:
+
+class WorkerProcesses:
+    """One process per rank. It ends when its standard input closes, and is killed when this one dies."""
+
+    def __init__(
+        self, config: EngineConfig, run_dir: RunDir, command: Sequence[str] = WORKER_COMMAND
+    ) -> None:
         """Choose the sockets' addresses in ``run_dir``; ``command`` is the command line of a worker."""
         self._config = config
         self._run_dir = run_dir
@@ -168,7 +182,9 @@ class EmbeddedScheduler:
 
     addresses = ("inproc://to_scheduler", "inproc://to_frontend")
 
-    def __init__(self, config: EngineConfig, run_dir: RunDir, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, config: EngineConfig, run_dir: RunDir, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
         """Prepare the thread. ``context`` must be the frontend's: its sockets join threads of one process."""
         self._config = config
         self._run_dir = run_dir

@@ -26,7 +26,7 @@ from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.launch.channel import Channel
-from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses
+from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
 from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
 from segue.logs import logger
@@ -45,6 +45,8 @@ ABSENT_STATE: dict[str, Any] = {
 SHUTDOWN_MESSAGE = "the engine is shutting down"  # of requests that a shutdown aborts
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
 STOP_S = 0.8  # that workers have to end before they are killed
+LOADING_POLL_S = 1.0  # between two looks whether the workers get on with their start
+LOADED_BYTES = 1 << 20  # that they must have read or written in order to count as getting on
 LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its last message
 
 
@@ -64,7 +66,8 @@ class Runtime:
     ) -> None:
         """Open the sockets to the workers, which :meth:`start` then starts.
 
-        ``life`` is the engine's, if somebody else wants to know it from the beginning. ``embedded`` runs the scheduler in this process, and ``command`` starts a worker process.
+        ``life`` is the engine's, if somebody else wants to know it from the beginning. ``embedded`` runs the
+        scheduler in this process, and ``command`` starts a worker process.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -73,7 +76,9 @@ class Runtime:
         self.life = life or Life()
         self.started_at = int(time.time())  # seconds since the epoch
         self.incarnation = uuid.uuid4().hex  # another one for every start: routers tell them apart by it
-        self.epoch = 0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
+        self.epoch = (
+            0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
+        )
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
@@ -116,17 +121,19 @@ class Runtime:
             )
         if embedded and config.shadow_mode:
             raise ConfigError(
-                "shadow_mode=True: an embedded engine dies with its program, so no other one could take over; "
-                "use `segue serve --shadow-mode`",
+                "shadow_mode=True: an embedded engine dies with its program, so none could take over; use "
+                "`segue serve --shadow-mode`",
                 param="shadow_mode",
             )
-        source = await _in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command, life=life)
         try:
             runtime._workers.start(runtime._on_exit)
+            if config.live_during_init == "progress":
+                runtime._watch(runtime._note_loading())
             files = source.tokenizer_directory
-            tokenizer = None if files is None else await _in_thread(partial(Tokenizer.load, files))
+            tokenizer = None if files is None else await in_thread(partial(Tokenizer.load, files))
             ready = await runtime._ready
             runtime._manager = TokenizerManager(
                 tokenizer,
@@ -150,7 +157,9 @@ class Runtime:
             if not embedded:  # an embedded scheduler is part of this process, and is not watched
                 runtime._watch(runtime._check_workers_forever())
                 if config.probed_port is not None:
-                    runtime._watch(runtime._ranks.ping_forever(lambda: runtime.life.state is LifeState.STANDBY))
+                    runtime._watch(
+                        runtime._ranks.ping_forever(lambda: runtime.life.state is LifeState.STANDBY)
+                    )
         except BaseException:
             await runtime.shutdown()
             raise
@@ -303,12 +312,12 @@ class Runtime:
         await self._workers.wait_gone()
 
     def drain(self, within_s: float | None = None) -> None:
-        """Refuse new requests from now on. Requests in flight go on, for ``within_s`` seconds; None: for ever."""
+        """Refuse new requests from now on. Requests in flight go on for ``within_s`` s; None: for ever."""
         if self.life.state in (LifeState.ACTIVE, LifeState.DRAINED):
             self._enter(LifeState.DRAINING, within_s=within_s)
 
     async def end_requests(self) -> None:
-        """End the requests in flight with their output so far, as a shutdown does, and wait for their ends."""
+        """End the requests in flight with their output so far, as a shutdown does, and wait for that."""
         if self._manager is not None and self.life.error is None and self._manager.num_requests:
             self._manager.abort(abort_all=True, message=SHUTDOWN_MESSAGE)
             try:
@@ -339,9 +348,22 @@ class Runtime:
         seconds = self.life.advance(state, error, within_s=within_s)
         logger.debug("%s after %.3f s of %s", state.name, seconds, before.name)
 
+    def _stands_by(self) -> bool:
+        return self.life.state is LifeState.STANDBY
+
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something until the shutdown."""
         self._watching.append(self._loop.create_task(work))
+
+    async def _note_loading(self) -> None:
+        """Note as progress of the start that the workers have read or written memory, until it has ended."""
+        known = 0
+        while self.life.state is LifeState.INIT:
+            now = touched_bytes(self.worker_pids)
+            if abs(now - known) >= LOADED_BYTES:
+                known = now
+                self.life.note_progress()
+            await asyncio.sleep(LOADING_POLL_S)
 
     async def _check_workers_forever(self) -> None:
         """Judge the heartbeats twice per period, as a task, until the shutdown cancels it."""
@@ -380,6 +402,8 @@ class Runtime:
                 self.life.note_progress()
             case RankAnswer():
                 self._ranks.take(message)
+            case Ready() | Heartbeat():  # a second one, or one from before the engine is watched
+                pass
 
     def _on_error(self, error: Exception) -> None:
         """End the engine: a message was lost, so requests could wait forever."""
@@ -431,7 +455,7 @@ class Runtime:
                 self._manager.die(error)
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, done in a thread of its own.
 
     As ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled: so a start

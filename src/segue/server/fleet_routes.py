@@ -75,6 +75,8 @@ def record_of(runtime: Runtime) -> WorkerRecord:
     return WorkerRecord(
         worker_id=f"{socket.gethostname()}-{os.getpid()}",
         url=f"http://{host}:{config.port}",
+        cohort=config.cohort if runtime.epoch else "",
+        epoch=runtime.epoch,
         incarnation=runtime.incarnation,
         boot_id=boot_id(),
         kv_address=runtime.manager.control_address or "",
