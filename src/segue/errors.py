@@ -199,6 +199,14 @@ class SharedMemoryError(SegueError):
     """Shared memory of another process cannot be mapped, or that process cannot be watched."""
 
 
+class SlabInUseError(SharedMemoryError, code="slab_in_use"):
+    """A slab cannot be sealed, because a process can still write to it."""
+
+
+class SlabMemoryError(SharedMemoryError, status=503, code="slab_memory"):
+    """There is too little memory for a slab."""
+
+
 class CUDADriverError(SegueError):
     """A call of the CUDA driver has failed."""
 
