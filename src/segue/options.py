@@ -141,10 +141,10 @@ def check_name(text: str, name: str) -> None:
     """Check an option that names something, such as a cohort: the name is also that of a file, or a key.
 
     Raises:
-        ConfigError: it has other characters than letters, digits, dots and hyphens, or is too long.
+        ConfigError: it has other characters than a-z, 0-9, dots and hyphens, or is too long.
     """
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?", text):
-        rule = "expected at most 63 letters, digits, dots and hyphens, with a letter or digit at both ends"
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", text):
+        rule = "expected at most 63 of a-z, 0-9, '.' and '-', with a letter or digit at both ends"
         raise ConfigError(f"{name}={text!r}: {rule}", param=name)
 
 

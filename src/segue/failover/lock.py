@@ -11,11 +11,7 @@ one with the higher epoch.
     ...                                                   # serve, and look at `is_ours` every 100 ms
     lock.release()
 
-``flock`` belongs to the open file, which a forked process shares until it closes it. So every process that
-Python forks closes its copy at once, before any other code runs, and `O_CLOEXEC` closes the copy of one that
-executes another program. A process that a C library forks without executing anything is beyond the reach of
-both: while it lives, no other engine can take the lock. It delays a takeover, and there are still no two
-holders.
+What holds for processes that inherit the open file is said in `segue.lock_files`.
 """
 
 from __future__ import annotations
@@ -23,22 +19,18 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import stat
-import tempfile
-import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakSet
 
 import msgspec
 
-from segue.errors import FailoverDirectoryError, LockLostError
+from segue.errors import LockLostError
+from segue.lock_files import OpenFile, check_directory
 from segue.options import check_name
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 2
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _LINE = re.compile(rb"([0-9a-f]{8}) (\{.*\}) *\n", re.DOTALL)
 
 
@@ -53,8 +45,6 @@ class LockNote(msgspec.Struct, frozen=True, kw_only=True):
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(LockNote).decode
-_locks: WeakSet[CohortLock] = WeakSet()  # those of this process, whose files a forked process has to close
-_opening = threading.Lock()  # held while a file of one of them is opened or closed, and during a fork
 
 
 class CohortLock:
@@ -72,11 +62,15 @@ class CohortLock:
         """
         check_name(cohort, "cohort")
         check_directory(directory)
+        self.cohort = cohort
         self.path = directory / f"{cohort}.lock"
         self.epoch = 0  # that was claimed with this lock; 0: none was
-        self.is_held = False
-        self._file: int | None = None
-        _locks.add(self)
+        self._file: OpenFile | None = None  # that is locked
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has the lock; a forked process does not have that of its parent."""
+        return self._file is not None and self._file.is_open
 
     def acquire(self) -> None:
         """Take the lock, once whoever holds it is dead or has released it."""
@@ -97,13 +91,10 @@ class CohortLock:
     def note(self) -> LockNote | None:
         """Returns who holds the lock, or held it last; None: no epoch was ever claimed with this file."""
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(self.path, "rb") as file:
+                return _newest(_slots(file.fileno()))
         except FileNotFoundError:
             return None
-        try:
-            return _newest(_slots(file))
-        finally:
-            os.close(file)
 
     def claim(self, engine_id: str, url: str, at_least: int) -> int:
         """Write into the file that this engine serves from now on; returns its epoch.
@@ -119,19 +110,19 @@ class CohortLock:
         Raises:
             LockLostError: the file of the lock was deleted or made anew.
         """
-        assert self.is_held and self._file is not None
         file = self._file
-        if not self._has_path(file):
+        assert file is not None
+        if not file.is_at(self.path):
             raise LockLostError(
                 f"{self.path} was deleted or made anew while this engine held its lock; end this engine, and "
                 "let no other program delete this file"
             )
-        slots = _slots(file)
+        slots = _slots(file.number)
         last = _newest(slots)
         epoch = max(at_least, self.epoch, 0 if last is None else last.epoch) + 1
         line = _line(LockNote(engine=engine_id, pid=os.getpid(), epoch=epoch, url=url))
         place = 0 if last is None else 1 - slots.index(last)
-        os.pwrite(file, line, place * SLOT_BYTES)
+        os.pwrite(file.number, line, place * SLOT_BYTES)
         self.epoch = epoch
         return epoch
 
@@ -141,19 +132,16 @@ class CohortLock:
         An engine for which this is no longer true was replaced, and must end.
         """
         file = self._file
-        if not self.is_held or file is None or not self._has_path(file):
+        if file is None or not file.is_at(self.path):
             return False
-        last = _newest(_slots(file))
+        last = _newest(_slots(file.number))
         return self.epoch in (0, 0 if last is None else last.epoch)
 
     def release(self) -> None:
         """Give the lock back, also for processes that inherited its file. Not held: nothing happens."""
-        with _opening:
-            file, self._file = self._file, None
-            self.is_held = False
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)
-                os.close(file)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _try_file(self, operation: int) -> bool:
         """Open the file and lock it; returns False if another file has its path by then.
@@ -161,97 +149,16 @@ class CohortLock:
         Raises:
             BlockingIOError: another process holds the lock, and ``operation`` does not wait.
         """
-        with _opening:
-            file = self._file = os.open(self.path, _OPEN, 0o600)
+        file = OpenFile(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(file, operation)
-            self.is_held = self._has_path(file)
-            return self.is_held
-        finally:
-            if not self.is_held:
-                with _opening:
-                    self._file = None
-                    os.close(file)
-
-    def _has_path(self, file: int) -> bool:
-        """Whether an open file is the one that the path leads to."""
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
+            fcntl.flock(file.number, operation)
+            if file.is_at(self.path):
+                self._file = file
+                return True
             return False
-        return os.path.samestat(there, os.fstat(file))
-
-    def close_in_child(self) -> None:
-        """Close a forked process's copy of the file; the lock stays its parent's."""
-        file, self._file = self._file, None
-        self.is_held = False
-        if file is not None:
-            os.close(file)
-
-
-def _close_all_in_child() -> None:
-    for lock in _locks:
-        lock.close_in_child()
-    _opening.release()
-
-
-os.register_at_fork(
-    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_all_in_child
-)
-
-
-def check_directory(directory: Path) -> None:
-    """Make the failover directory if it is not there, and check that a lock in it means something.
-
-    Raises:
-        FailoverDirectoryError: it cannot be made, others may write to it, or its file system has no locks.
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-    except OSError as error:
-        raise _refusal(directory, f"it cannot be made ({error.strerror})", "choose another one") from None
-    if found.st_uid not in (os.geteuid(), 0):
-        why = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
-        raise _refusal(directory, why, "run all engines as one user, and give them a directory of their own")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"others may write to it (mode {stat.S_IMODE(found.st_mode):04o})"
-        raise _refusal(directory, why, f"say `chmod 700 {directory}`, or give a directory that is not there")
-    kind = file_system_of(directory)
-    remedy = "choose a directory on a local disk, or in /run or /dev/shm"
-    try:
-        probe, name = tempfile.mkstemp(dir=directory, prefix=".probe-")
-    except OSError as error:
-        raise _refusal(directory, f"no file can be made in it ({error.strerror})", remedy) from None
-    try:
-        with open(name, "rb") as other:
-            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(BlockingIOError):  # as it should be; some network file systems ignore locks
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raise _refusal(directory, f"its file system ({kind}) gives one lock to two processes", remedy)
-    except OSError as error:
-        why = f"its file system ({kind}) takes no lock ({error.strerror})"
-        raise _refusal(directory, why, remedy) from None
-    finally:
-        os.close(probe)
-        os.unlink(name)
-
-
-def file_system_of(path: Path) -> str:
-    """Returns the type of the file system that a path is on, such as ``nfs4``."""
-    best, found = "", "unknown"
-    resolved = str(path.resolve())
-    with suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, place, kind, *_ = line.split(" ")
-            if len(place) >= len(best) and Path(resolved).is_relative_to(place):
-                best, found = place, kind
-    return found
-
-
-def _refusal(directory: Path, why: str, remedy: str) -> FailoverDirectoryError:
-    text = f"failover_dir={str(directory)!r}: {why}; {remedy}"
-    return FailoverDirectoryError(text, param="failover_dir")
+        finally:
+            if self._file is None:
+                file.close()
 
 
 def _line(note: LockNote) -> bytes:
