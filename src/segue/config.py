@@ -357,6 +357,21 @@ class EngineConfig(Options):
         "answers 503; default: 120 on CPU, 30 on CUDA.",
         minimum=0.1,
     )
+    discovery: str = _failover(
+        "file",
+        "Where an engine of a cohort puts its record once it serves, for routers: some of 'file', 'etcd' and "
+        "'kubernetes', separated by commas; 'none': nowhere.",
+    )
+    discovery_target: str | None = _failover(
+        None,
+        "Where each backend of --discovery is, in its order and separated by commas: for 'file' a directory, "
+        "by default --failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace, by default its own.",
+    )
+    discovery_ttl_s: float = _failover(
+        10.0,
+        "Seconds that the record of a dead engine stays in etcd or Kubernetes; it never delays a takeover.",
+        minimum=1.0,
+    )
     system_port: int | None = _failover(
         None,
         "Port, on --host, of the probes /startup, /live, /ready and /health, of /metrics, and of /engine/…; "

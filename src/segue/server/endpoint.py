@@ -7,12 +7,15 @@ import socket
 import time
 
 from segue.config import EngineConfig
+from segue.discovery.record import EngineRecord
 from segue.failover.life import LifeState
 from segue.failover.system_health import SystemHealth
+from segue.host import boot_id
 from segue.launch.runtime import Runtime
 from segue.listener import listen, url_of
 from segue.server import canary
 from segue.server.app import create_app
+from segue.server.cohort import CohortMember
 from segue.server.connections import ConnectionLimits
 from segue.server.http_server import HttpServer
 from segue.server.registration import keep_registered
@@ -24,8 +27,22 @@ IDLE_POLL_S = 0.5  # between two looks whether an idle engine is due for a healt
 class EngineEndpoint:
     """Makes an engine reachable. Nothing else listens on the API port, or registers the engine anywhere."""
 
-    def __init__(self, config: EngineConfig, listener: socket.socket, health: SystemHealth) -> None:
-        """``listener`` is bound, and does not listen yet.
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: socket.socket,
+        health: SystemHealth,
+        membership: CohortMember | None,
+        system_url: str,
+    ) -> None:
+        """Prepare all of it.
+
+        Args:
+            config: the options.
+            listener: a socket that is bound, and does not listen yet.
+            health: is told whether the endpoint is ready.
+            membership: in a cohort; None: the engine is in none.
+            system_url: of the system port; "": there is none.
 
         Raises:
             ConfigError: an allowed host or an origin in the options is not valid.
@@ -39,6 +56,8 @@ class EngineEndpoint:
         self._config = config
         self._listener = listener
         self._health = health
+        self._membership = membership
+        self._system_url = system_url
         self._http: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -60,6 +79,7 @@ class EngineEndpoint:
 
         Raises:
             ConfigError: another process listens on the port since it was bound.
+            DiscoveryError: the engine's record can be put nowhere.
         """
         life = runtime.life
         if life.state is not LifeState.WAKING or epoch != runtime.epoch:
@@ -75,13 +95,19 @@ class EngineEndpoint:
         if self._config.has_health_check:
             self._health.add_health_check(NAME)
             self._background.append(asyncio.create_task(self._check_when_idle(runtime)))
+        if self._membership is not None:
+            await self._membership.put(self._record_of(runtime, self._membership))
 
     async def withdraw(self) -> None:
-        """End the registrations; clients that know the engine are answered as before."""
+        """End what lets others find the engine; clients that know it are answered as before."""
+        if self._background:
+            self._health.set_endpoint(NAME, "notready")
         background, self._background = self._background, []
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        if self._membership is not None:
+            await self._membership.remove()
 
     async def close(self) -> None:
         """End the registrations, and close the port once every reply is written, or at the limit for that."""
@@ -90,6 +116,22 @@ class EngineEndpoint:
         if self._http is not None:
             await self._http
         self._listener.close()
+
+    def _record_of(self, runtime: Runtime, membership: CohortMember) -> EngineRecord:
+        """Returns what routers find of the engine."""
+        return EngineRecord(
+            cohort=membership.cohort,
+            engine=membership.engine_id,
+            epoch=runtime.epoch,
+            url=self.own_url,
+            system_url=self._system_url,
+            model=runtime.name,
+            tp=self._config.tp,
+            role=runtime.manager.role,
+            weight_version=runtime.manager.weights.version,
+            boot_id=boot_id(),
+            started_at=runtime.started_at,
+        )
 
     async def _check_when_idle(self, runtime: Runtime) -> None:
         """Generate the test request whenever no step has ended for ``--health-check-interval-s``."""
