@@ -15,7 +15,7 @@ DISAGG = (
     *("frames", "handshake", "layout", "machine", "peers"),
     *("lease", "lease_machine", "leases", "offer", "offer_machine", "offers"),
 )
-MEMORY = ("memfd", "vmm", "window")
+MEMORY = ("cuda_driver", "cuda_vmm", "memfd", "vmm", "window")
 ROUTER = (  # its pure modules
     *("attempts", "breaker", "candidates", "choice", "decide", "fleet", "frames", "index", "prompts"),
     *("records", "splice"),
