@@ -33,7 +33,7 @@ ANNOTATION = "segue/record"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NOT_FOUND, CONFLICT = 404, 409
 Answer = TypeVar("Answer")
-Lease = dict[str, Any]  # as the API server has it
+LeaseObject = dict[str, Any]  # as the API server has it
 
 
 @dataclass(slots=True)
@@ -186,14 +186,14 @@ class KubernetesDiscovery:
 
     # --- Leases ---
 
-    async def _leases(self) -> Sequence[Lease]:
+    async def _leases(self) -> Sequence[LeaseObject]:
         api = await self._connected()
         found = await api.list_namespaced_lease(
             self._namespace, label_selector=LABEL, _request_timeout=CALL_S
         )
         return [api.api_client.sanitize_for_serialization(each) for each in found.items]
 
-    async def _read(self, name: str) -> Lease | None:
+    async def _read(self, name: str) -> LeaseObject | None:
         """Returns a Lease; None: there is none."""
         api = await self._connected()
         try:
@@ -202,10 +202,10 @@ class KubernetesDiscovery:
             if error.status == NOT_FOUND:
                 return None
             raise
-        lease: Lease = api.api_client.sanitize_for_serialization(found)
+        lease: LeaseObject = api.api_client.sanitize_for_serialization(found)
         return lease
 
-    async def _save(self, lease: Lease) -> str | None:
+    async def _save(self, lease: LeaseObject) -> str | None:
         """Write a Lease in place of its version, or one without a version as a new one.
 
         Returns the new version; None: it has another version, or there is one already, or none any more.
@@ -297,7 +297,7 @@ class KubernetesDiscovery:
             raise DiscoveryError(f"discovery by Kubernetes {where} failed: {what}{hint}") from None
 
 
-def _lease(metadata: Lease, spec: Lease, version: str) -> Lease:
+def _lease(metadata: LeaseObject, spec: LeaseObject, version: str) -> LeaseObject:
     """Returns a Lease; ``version``: that it replaces, "": it is new."""
     if version:
         metadata = metadata | {"resourceVersion": version}
