@@ -31,7 +31,7 @@ for module in {modules!r}:
 
 
 def pure_modules() -> list[str]:
-    rooms = ("scheduler", "laps", "weight_update/control", "messages")
+    rooms = ("scheduler", "laps", "weight_update/control", "messages", "gms")
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
     disagg = [f"segue.disagg.{name}" for name in DISAGG]
@@ -68,6 +68,11 @@ def test_the_decisions_of_a_router_load_no_engine() -> None:
     rooms = ("worker", "scheduler", "model_runner", "launch", "frontend", "server")
     assert "segue.laps.cost" in loaded
     assert not loaded & {"torch", "zmq", "asyncio", *(f"segue.{room}" for room in rooms)}
+
+
+def test_the_locks_of_the_memory_service_do_no_io() -> None:
+    loaded = loaded_by(["segue.gms.fsm", "segue.gms.kv_fsm"])
+    assert not loaded & {"torch", "transformers", "asyncio", "socket", "msgspec", "segue.memory"}
 
 
 def test_a_router_loads_no_engine() -> None:
