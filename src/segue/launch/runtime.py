@@ -339,7 +339,7 @@ class Runtime:
         """Enter the next state of the engine's life, and log it: nothing else does."""
         before = self.life.state
         seconds = self.life.advance(state, error, within_s=within_s)
-        logger.debug("%s after %.3f s of %s", state.name, seconds, before.name)
+        logger.info("%s, after %.3f s of %s", state.name.lower(), seconds, before.name.lower())
 
     def _stands_by(self) -> bool:
         return self.life.state is LifeState.STANDBY
