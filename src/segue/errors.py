@@ -115,6 +115,30 @@ class StaleEpochError(SegueError, status=503, code="stale_epoch"):
     """An engine's epoch is not the newest of its cohort, or a leg names another epoch than its engine has."""
 
 
+class LockHeldError(SegueError, status=423, type="invalid_request_error", code="lock_held"):
+    """Another engine of the cohort has its lock, so this one cannot wake."""
+
+
+class NoStandbyError(SegueError, status=409, type="invalid_request_error", code="no_standby"):
+    """No engine waits to take over, so this one cannot hand its place over."""
+
+
+class WakeError(SegueError, status=503, code="engine_cannot_wake"):
+    """An engine that stood by could not begin to serve. It ends."""
+
+
+class FailoverDirectoryError(ConfigError):
+    """The failover directory cannot be used: others may write to it, or its file system has no locks."""
+
+
+class DiscoveryError(SegueError, status=503, code="discovery_unavailable"):
+    """The place where engines are found cannot be reached, or does not do what it was asked for."""
+
+
+class LockLostError(SegueError, status=503, code="lock_lost"):
+    """The file of a cohort's lock was deleted or made anew while an engine held the lock: it was replaced."""
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
@@ -157,6 +181,10 @@ class RoleChangeError(SegueError, status=409, type="invalid_request_error", code
 
 class WorkersFailedError(SegueError, status=502, code="workers_failed"):
     """An operation that a router sends to all workers failed at one or more of them."""
+
+
+class FailedOverError(SegueError, status=503, type="overloaded_error", code="failed_over"):
+    """The engine of an operation was lost, and another one of its cohort takes its place."""
 
 
 class SeveralWorkersError(SegueError, status=400, type="invalid_request_error", code="several_workers"):

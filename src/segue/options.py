@@ -137,6 +137,17 @@ def _by_own_names(options: Mapping[str, Any], aliases: Mapping[str, OptionAlias]
     return named
 
 
+def check_name(text: str, name: str) -> None:
+    """Check an option that names something, such as a cohort: the name is also that of a file, or a key.
+
+    Raises:
+        ConfigError: it has other characters than a-z, 0-9, dots and hyphens, or is too long.
+    """
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", text):
+        rule = "expected at most 63 of a-z, 0-9, '.' and '-', with a letter or digit at both ends"
+        raise ConfigError(f"{name}={text!r}: {rule}", param=name)
+
+
 def parse_sizes(text: str, name: str) -> list[int]:
     """Return the numbers of an option like "1,2,4,8" or "1 2 4 8".
 
@@ -206,19 +217,19 @@ def parse(text: str, kind: Any, name: str) -> Any:
     ``kind`` is the option's declared type. Raises ConfigError if the text is not of that type; whether a
     choice is an allowed one is checked later, with the other values.
     """
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]  # [T] for T and `T | None`
     if get_origin(kind) is Literal:
         return text
-    if kind is bool:
+    if kinds == [bool]:
         if text.lower() in ("1", "true", "yes", "on"):
             return True
         if text.lower() in ("", "0", "false", "no", "off"):
             return False
         raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
-    base = next((each for each in get_args(kind) if each is not type(None)), kind)  # T of `T | None`
     try:
-        return base(text)
+        return kinds[0](text)
     except ValueError as error:
-        raise ConfigError(f"{name}={text!r}: expected {base.__name__}", param=name) from error
+        raise ConfigError(f"{name}={text!r}: expected {kinds[0].__name__}", param=name) from error
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:

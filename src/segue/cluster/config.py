@@ -58,7 +58,8 @@ _ALIKE = {"max_body_mib", "drain_s", "log_level"}
 _ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] != "Workers"}
 # Of a worker: the cluster chooses them. Nobody but the cluster's own router has the workers' key.
 _CHOSEN = {"role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"}
-_ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN
+_FAILOVER = {each.name for each in fields(EngineConfig) if each.metadata["group"] == "Failover"}
+_ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN - _FAILOVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
