@@ -2,7 +2,7 @@
 
 Arguments: the port, then any of ``deaf`` (ignores SIGTERM and SIGINT), ``slow`` (ends half a second after
 SIGTERM), ``fork`` (starts a process that outlives it), ``stubborn-fork`` (one that would live for long),
-``exit`` (ends at once with exit code 3).
+``exit`` (ends at once with exit code 3), ``sick`` (it answers GET /live with 503).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        is_sick = self.path == "/live" and "sick" in sys.argv
+        self.send_response(503 if is_sick else 200)
         self.end_headers()
         self.wfile.write(b'{"serving": 2}')
 
