@@ -15,6 +15,7 @@ DISAGG = (
     *("frames", "handshake", "layout", "machine", "peers"),
     *("lease", "lease_machine", "leases", "offer", "offer_machine", "offers"),
 )
+MEMORY = ("cuda_driver", "cuda_vmm", "memfd", "vmm", "window")
 ROUTER = (  # its pure modules
     *("attempts", "breaker", "candidates", "choice", "decide", "fleet", "frames", "index", "prompts"),
     *("records", "splice"),
@@ -34,7 +35,9 @@ def pure_modules() -> list[str]:
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
     disagg = [f"segue.disagg.{name}" for name in DISAGG]
-    return [*names, *disagg, "segue.kvcache.prefix_cache", *(f"segue.router.{name}" for name in ROUTER)]
+    memory = [f"segue.memory.{name}" for name in MEMORY]
+    router = [f"segue.router.{name}" for name in ROUTER]
+    return [*names, *disagg, "segue.kvcache.prefix_cache", *memory, *router]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:

@@ -119,6 +119,18 @@ class StaleEpochError(SegueError, status=503, code="stale_epoch"):
     """An engine's epoch is not the newest of its cohort, or a leg names another epoch than its engine has."""
 
 
+class FailoverDirectoryError(ConfigError):
+    """The failover directory cannot be used: others may write to it, or its file system has no locks."""
+
+
+class DiscoveryError(SegueError, status=503, code="discovery_unavailable"):
+    """The place where engines are found cannot be reached, or does not do what it was asked for."""
+
+
+class LockLostError(SegueError, status=503, code="lock_lost"):
+    """The file of a cohort's lock was deleted or made anew while an engine held the lock: it was replaced."""
+
+
 class RequestTooLargeError(SegueError, status=413, type="invalid_request_error", code="request_too_large"):
     """The request body is larger than the server allows."""
 
@@ -163,6 +175,10 @@ class WorkersFailedError(SegueError, status=502, code="workers_failed"):
     """An operation that a router sends to all workers failed at one or more of them."""
 
 
+class FailedOverError(SegueError, status=503, type="overloaded_error", code="failed_over"):
+    """The engine of an operation was lost, and another one of its cohort takes its place."""
+
+
 class SeveralWorkersError(SegueError, status=400, type="invalid_request_error", code="several_workers"):
     """A router of several workers does not take this request; each worker has to get it from the client."""
 
@@ -181,6 +197,14 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
 
 class SharedMemoryError(SegueError):
     """Shared memory of another process cannot be mapped, or that process cannot be watched."""
+
+
+class SlabInUseError(SharedMemoryError, code="slab_in_use"):
+    """A slab cannot be sealed, because a process can still write to it."""
+
+
+class SlabMemoryError(SharedMemoryError, status=503, code="slab_memory"):
+    """There is too little memory for a slab."""
 
 
 class CUDADriverError(SegueError):

@@ -372,12 +372,27 @@ def test_a_rank_without_a_sender_leaves_other_pools_alone(decode: DecodeRank) ->
     assert not decode.export.writers() and decode.events == []
 
 
+def test_a_connection_that_is_made_while_the_rank_closes_is_given_up(
+    prefill: PrefillRank, decode: DecodeRank, wait_until: WaitUntil
+) -> None:
+    prefill.may_connect.clear()
+    prefill.connect(decode)
+    ticket = prefill.push([0], [0])
+    prefill.mover.close()
+    prefill.may_connect.set()
+    (event,) = ended(prefill, wait_until)
+    assert event.ticket == ticket and "this worker ends" in event.error
+    wait_until(lambda: decode.gone_writers, what="the end of the connection")
+    assert decode.pages.tolist() == [0] * 7 and not decode.export.writers()
+
+
 def test_closing_awaits_what_is_posted(
     prefill: PrefillRank, decode: DecodeRank, wait_until: WaitUntil
 ) -> None:
     prefill.connect(decode)
-    wait_until(decode.export.writers, what="the connection")
-    tickets = [prefill.push([page], [page]) for page in range(6)]
+    tickets = [prefill.push([0], [0])]
+    wait_until(lambda: prefill.events, what="the end of a push: both sides are connected")
+    tickets += [prefill.push([page], [page]) for page in range(6)]
     prefill.close()
     assert told(prefill) == [PushEnded(ticket=ticket, at=0.0) for ticket in tickets]
     assert decode.pages.tolist() == [1, 2, 3, 4, 5, 6, 0]

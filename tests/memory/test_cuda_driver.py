@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,3 +103,16 @@ def test_a_devices_context_is_taken_once_and_made_current_each_time(monkeypatch:
         cuda_driver.use_device(1)
     assert driver.names.count("cuDevicePrimaryCtxRetain") == 1
     assert driver.of("cuCtxSetCurrent") == 3 * [driver.of("cuCtxSetCurrent")[0]]
+
+
+def test_devices_are_named_as_torch_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(name: str, *arguments: Any) -> None:
+        if name == "cuDeviceGetCount":
+            arguments[0]._obj.value = 2
+        elif name == "cuDeviceGet":
+            arguments[0]._obj.value = 10 + arguments[1]
+        else:
+            arguments[0].raw = bytes(range(15)) + bytes([arguments[1].value])
+
+    monkeypatch.setattr(cuda_driver, "call", call)
+    assert cuda_driver.device_uuids() == [f"00010203-0405-0607-0809-0a0b0c0d0e0{last}" for last in "ab"]

@@ -61,7 +61,7 @@ async def process(*workers: FakeWorker, **options: str) -> AsyncIterator[RouterP
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     client = httpx.AsyncClient(base_url=url, timeout=10, headers=headers, verify=False)
     try:
-        await until_answered(client, "/health", lambda reply: reply.json().get("serving") == len(workers))
+        await until_answered(client, "/health", lambda reply: reply.json().get("serving", 0) == len(workers))
         yield RouterProcess(running, client)
     finally:
         await client.aclose()

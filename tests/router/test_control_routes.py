@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.router.fake_engine_routes import CONTINUED, PAUSED, ControlledWorker, refusal
-from tests.router.fake_servers import Exchange, FakeWorker, routed, run, until
+from tests.router.fake_servers import Exchange, FakeWorker, routed, run, say_hello, until
+from tests.router.successors import CohortEngine, discovering
+from tests.router.workers import report
 
 
 def test_a_pause_reaches_every_worker_with_its_body_and_adds_up_the_counts() -> None:
@@ -227,5 +230,77 @@ def test_the_metrics_count_operations_by_route_and_end() -> None:
             text = (await router.http.get("/metrics")).text
             for end in ("done", "failed"):
                 assert f'segue:router_control_requests_total{{end="{end}",route="/resume"}} 1.0' in text
+
+    run(test())
+
+
+# --- engines that are lost ---
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/flush_cache"])
+def test_an_operation_whose_engine_is_lost_may_be_sent_again(path: str) -> None:
+    async def test() -> None:
+        engine = ControlledWorker(cohort="c", epoch=1)
+        engine.report = report(epoch=1)
+        async with routed(engine) as router:
+            await engine.die()
+            reply = await router.http.post(path)
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            if path == "/pause_generation":
+                assert reply.json()["error_code"] == "failed_over"
+                assert "not known whether the engine has done it" in reply.json()["message"]
+                assert (await router.http.get("/is_paused")).status_code == 503
+
+    run(test())
+
+
+def test_an_operation_at_an_engine_that_is_replaced_meanwhile_may_be_sent_again() -> None:
+    async def test() -> None:
+        async def never(exchange: Exchange) -> None:
+            await exchange.gone.wait()
+
+        old, new = FakeWorker(never, cohort="c", epoch=1), ControlledWorker(cohort="c", epoch=2)
+        old.report, new.report = report(epoch=1), report(epoch=2)
+        await new.start()
+        async with routed(old) as router:
+            asked = asyncio.ensure_future(router.http.post("/pause_generation"))
+            await until(lambda: old.exchanges, "the old one has it")
+            router.router.add(new.url)
+            reply = await asked
+            assert (reply.status_code, reply.json()["error_code"]) == (503, "failed_over")
+            await until(lambda: router.serves(new), "the new one serves")
+            assert (await router.http.post("/pause_generation")).status_code == 200
+            assert len(old.exchanges) == 1  # operations go to the highest epoch of a cohort
+        await new.die()
+
+    run(test())
+
+
+def test_an_acknowledged_pause_holds_at_the_engine_that_takes_over() -> None:
+    async def test() -> None:
+        old, new = ControlledWorker(cohort="c", epoch=1), ControlledWorker(cohort="c", epoch=2)
+        old.report, new.report = report(epoch=1), report(epoch=2)
+        await new.start()
+        async with routed(old) as router:
+            assert (await router.http.post("/pause_generation")).status_code == 200
+            await old.die()
+            router.router.add(new.url)
+            await until(lambda: new.seen, "the new one is asked")
+            assert new.seen[0][1] == "/pause_generation"
+        await new.die()
+
+    run(test())
+
+
+def test_an_operation_while_no_engine_of_a_cohort_is_active_may_be_sent_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        engine = CohortEngine(tmp_path / "failover", 1, say_hello)
+        async with discovering(tmp_path / "failover", engine) as router:
+            await engine.die()
+            await until(lambda: router.registry.get(engine.id) is None, "it is forgotten")
+            for path in ("/pause_generation", "/update_weight_version"):
+                reply = await router.http.post(path, json={"new_version": "2"})
+                assert reply.status_code == 503 and reply.headers["retry-after"]
+                assert "no engine of cohort c is active now" in reply.json()["message"]
 
     run(test())

@@ -7,6 +7,7 @@ import asyncio
 from segue.messages.weight_operations import OPERATIONS
 from tests.router.fake_engine_routes import ControlledWorker
 from tests.router.fake_servers import Exchange, FakeWorker, routed, run, until
+from tests.router.workers import report
 
 PATH = "/update_weight_version"
 
@@ -60,5 +61,37 @@ def test_a_client_that_leaves_ends_the_wait() -> None:
             await until(lambda: worker.exchanges, "the worker has it")
             asked.cancel()
             await until(lambda: worker.exchanges[0].gone.is_set(), "the connection is closed")
+
+    run(test())
+
+
+def test_an_operation_whose_engine_is_lost_may_be_sent_again() -> None:
+    async def test() -> None:
+        engine = ControlledWorker(cohort="c", epoch=1)
+        engine.report = report(epoch=1)
+        async with routed(engine) as router:
+            await engine.die()
+            reply = await router.http.post(PATH, json={"new_version": "2"})
+            assert reply.status_code == 503 and reply.headers["retry-after"]
+            assert reply.json()["success"] is False
+            assert "Another engine takes its place" in reply.json()["message"]
+
+    run(test())
+
+
+def test_an_operation_goes_to_the_engine_with_the_highest_epoch() -> None:
+    async def test() -> None:
+        old, new = (
+            ControlledWorker(cohort="c", epoch=1),
+            ControlledWorker({PATH: (200, {})}, cohort="c", epoch=2),
+        )
+        old.report, new.report = report(epoch=1), report(epoch=2)
+        async with routed(old, waits=False) as router:
+            await new.start()
+            router.router.add(new.url)
+            await until(lambda: router.serves(new), "the new one serves")
+            assert (await router.http.post(PATH, json={"new_version": "2"})).status_code == 200
+            assert new.seen and not old.seen
+        await new.die()
 
     run(test())

@@ -36,7 +36,6 @@ def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServ
 def test_comments_fill_silence_and_do_not_change_the_events(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.1")
     monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.03)
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
     native = {"text": "abc", "sampling_params": {"max_new_tokens": 3}}
@@ -46,10 +45,15 @@ def test_comments_fill_silence_and_do_not_change_the_events(
             ("/v1/chat/completions", chat, "us"),
             ("/generate", native, "abc"),
         ):
+            assert server.client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+            lines = []
             with server.client.stream("POST", path, json=body | {"stream": True}) as response:
-                lines = [line for line in response.iter_lines() if line]
-            assert lines.count(": keep-alive") >= 3
+                for line in response.iter_lines():
+                    lines += [line] if line else []
+                    if lines == [": keep-alive"] * 3:
+                        assert server.client.post("/continue_generation").status_code == 200
             *events, done = parse_events(iter(lines))
+            assert lines[:3] == [": keep-alive"] * 3
             assert (done, lines[-1]) == ("[DONE]", "data: [DONE]")
             if path == "/generate":
                 assert events[-1]["text"] == text

@@ -7,6 +7,7 @@ calling a function does. ctypes releases the GIL during each call.
 from __future__ import annotations
 
 import ctypes
+import uuid
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ushort, c_void_p
 from ctypes import c_uint64 as c_address  # CUdeviceptr, and the handle of an allocation
 from functools import cache
@@ -20,6 +21,7 @@ from segue.errors import CUDADriverError
 PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+READ = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
 READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -72,6 +74,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
     "cuMemCreate": (POINTER(c_address), c_size_t, POINTER(AllocationProperties), c_address),
     "cuMemRelease": (c_address,),
@@ -131,6 +135,36 @@ def attribute(device: int, number: int) -> int:
     call("cuDeviceGet", byref(handle), device)
     call("cuDeviceGetAttribute", byref(value), number, handle)
     return value.value
+
+
+def device_uuids() -> list[str]:
+    """Return the UUIDs of the devices that this process sees, by index, as torch writes them.
+
+    Two processes may see the same device at different indices. No context is made.
+    """
+    count = c_int()
+    call("cuDeviceGetCount", byref(count))
+    return [_uuid(index) for index in range(count.value)]
+
+
+def _uuid(device: int) -> str:
+    handle, raw = c_int(), ctypes.create_string_buffer(16)
+    call("cuDeviceGet", byref(handle), device)
+    call("cuDeviceGetUuid_v2", raw, handle)
+    return str(uuid.UUID(bytes=raw.raw))
+
+
+def allocation(device: int) -> AllocationProperties:
+    """Return the properties of memory of a device that has a descriptor."""
+    location = MemoryLocation(ON_DEVICE, device)
+    return AllocationProperties(type=PINNED, handle_types=POSIX_DESCRIPTOR, location=location)
+
+
+def granularity(properties: AllocationProperties) -> int:
+    """Return the bytes of which the size of an allocation must be a multiple."""
+    found = c_size_t()
+    call("cuMemGetAllocationGranularity", byref(found), byref(properties), RECOMMENDED)
+    return found.value
 
 
 @cache

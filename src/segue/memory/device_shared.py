@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from ctypes import byref, c_int, c_size_t, c_uint64
+from ctypes import byref, c_int, c_uint64
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ def create(num_bytes: int, device: torch.device) -> tuple[DeviceMapping, int]:
             f"{device} cannot share memory by POSIX descriptors, which handing over KV needs; use another "
             "device, or serve with --role both"
         )
-    properties = _properties(device)
-    mapped_bytes = round_up(num_bytes, _granularity(properties))
+    properties = cuda.allocation(device.index)
+    mapped_bytes = round_up(num_bytes, cuda.granularity(properties))
     handle, descriptor = c_uint64(), c_int(-1)
     try:
         cuda.call("cuMemCreate", byref(handle), mapped_bytes, byref(properties), 0)
@@ -118,7 +118,7 @@ def open_descriptor(descriptor: int, num_bytes: int, device: torch.device) -> De
         SharedMemoryError: the memory cannot be mapped: it has fewer bytes, or `device` cannot reach it.
     """
     handle = c_uint64()
-    mapped_bytes = round_up(num_bytes, _granularity(_properties(device)))
+    mapped_bytes = round_up(num_bytes, cuda.granularity(cuda.allocation(device.index)))
     try:
         cuda.call("cuMemImportFromShareableHandle", byref(handle), descriptor, cuda.POSIX_DESCRIPTOR)
         return DeviceMapping(handle.value, mapped_bytes, num_bytes, device)
@@ -146,15 +146,3 @@ def reachable_uuids(device: torch.device) -> list[str]:
     others = (index for index in range(len(uuids)) if index != device.index)
     reached = [index for index in others if torch.cuda.can_device_access_peer(device.index, index)]
     return [uuids[index] for index in (device.index, *reached)]
-
-
-def _properties(device: torch.device) -> cuda.AllocationProperties:
-    location = cuda.MemoryLocation(cuda.ON_DEVICE, device.index)
-    return cuda.AllocationProperties(type=cuda.PINNED, handle_types=cuda.POSIX_DESCRIPTOR, location=location)
-
-
-def _granularity(properties: cuda.AllocationProperties) -> int:
-    """Returns the bytes of which the size of an allocation must be a multiple."""
-    found = c_size_t()
-    cuda.call("cuMemGetAllocationGranularity", byref(found), byref(properties), cuda.RECOMMENDED)
-    return found.value

@@ -72,6 +72,7 @@ class Refuse:
 
     problem: str
     reasons: Sequence[tuple[str, str]]  # a worker, or "one -> another", and why it cannot
+    waited_for: str = ""  # what the request has waited for in vain; "": it has not waited
 
     def error(self) -> NoWorkerError:
         """Returns the error for the client, which names the first workers and what is wrong with each."""
@@ -79,7 +80,10 @@ class Refuse:
         if len(self.reasons) > MOST_NAMED:
             named.append(f"and {len(self.reasons) - MOST_NAMED} more")
         why = f" ({'; '.join(named)})" if named else ""
-        return NoWorkerError(f"{self.problem}{why}; retry later, and see /workers for the state of each")
+        waited = f"{self.waited_for}, and none came: " if self.waited_for else ""
+        return NoWorkerError(
+            f"{waited}{self.problem}{why}; retry later, and see /workers for the state of each"
+        )
 
 
 Decision = Pair | Local | Whole | Refuse

@@ -8,6 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from segue.config import LogLevel
+from segue.discovery.opening import parse_backends, parse_targets
 from segue.errors import ConfigError
 from segue.messages.fleet import Role
 from segue.options import Options, check_key, option, parse_urls, spelling
@@ -43,6 +44,17 @@ class RouterConfig(Options):
     )
     prefill: str | None = _workers(None, "URLs of engines that must have --role prefill.", check=parse_urls)
     decode: str | None = _workers(None, "URLs of engines that must have --role decode.", check=parse_urls)
+    discovery: str = _workers(
+        "none",
+        "Where engines are found that have put their records there, besides those that are named: some of "
+        "'file', 'etcd' and 'kubernetes', separated by commas; 'none': nowhere.",
+        check=parse_backends,
+    )
+    discovery_target: str | None = _workers(
+        None,
+        "Where each backend of --discovery is, in its order and separated by commas: for 'file' the engines' "
+        "--failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace, by default the router's own.",
+    )
     worker_api_key: str | None = _workers(
         None, "API key of the engines. Clients' own keys are never sent to them.", check=check_key
     )
@@ -77,8 +89,9 @@ class RouterConfig(Options):
         minimum=0,
     )
     resume_timeout_s: float = _routing(
-        30.0,
-        "Seconds that a request whose engine was lost waits for one that can go on with it.",
+        60.0,
+        "Seconds that a request waits for another engine, if its own was lost, or if it comes while one "
+        "engine takes another one's place.",
         minimum=0.0,
         maximum=86400.0,
     )
@@ -139,9 +152,11 @@ class RouterConfig(Options):
         """Check the values, and that no engine is named twice.
 
         Raises:
-            ConfigError: a value breaks its rule, or two URLs have the same host and port.
+            ConfigError: a value breaks its rule, two URLs have the same host and port, or a backend of
+                ``--discovery`` has no place.
         """
         super(RouterConfig, self).__post_init__()  # a class with slots is made anew: plain super() fails
+        parse_targets(parse_backends(self.discovery, "discovery"), self.discovery_target, None)
         seen: dict[str, str] = {}
         for url, role in self.urls:
             name = role or "worker"

@@ -11,8 +11,9 @@ from starlette.responses import Response
 from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
 from segue.api.schema import body_schema, query_schema
 from segue.api.validation import parse
-from segue.errors import SegueError, WorkersFailedError
+from segue.errors import FailedOverError, SegueError, WorkersFailedError
 from segue.router.choice import Refuse
+from segue.router.entry import WorkerEntry
 from segue.router.fan_out import (
     Replies,
     WorkerRequest,
@@ -21,7 +22,7 @@ from segue.router.fan_out import (
     failures,
     results,
 )
-from segue.router.router import for_workers, router_of
+from segue.router.router import Router, for_workers, router_of
 from segue.server.access import Access, Routes
 from segue.server.responses import HEADERS, json_response, native_body
 
@@ -44,12 +45,25 @@ async def replies_of(request: Request, timeout_s: float) -> Replies:
 async def _send(request: Request, sent: WorkerRequest, timeout_s: float) -> Replies:
     """Send all workers what a client's request comes to; raises NoWorkerError if there are none."""
     router = router_of(request)
-    workers = list(router.registry)
-    if not workers:
-        raise Refuse(problem="no worker is registered", reasons=[]).error()
+    workers = addressed_by(router, request.scope["path"])
     replies = await ask_all(workers, sent, timeout_s)
     router.registry.counters.count_control(request.scope["path"], not failures(replies))
     return replies
+
+
+def addressed_by(router: Router, path: str) -> list[WorkerEntry]:
+    """Returns the workers that an operation goes to.
+
+    Raises:
+        FailedOverError: there are none, because the only one was lost, and another one takes its place.
+        NoWorkerError: there are none.
+    """
+    if workers := router.registry.addressed:
+        return workers
+    if cohorts := sorted(router.registry.served):
+        text = f"{path}: no engine of cohort {' or '.join(cohorts)} is active now"
+        raise FailedOverError(f"{text}; another one is about to take its place: send this again")
+    raise Refuse(problem="no worker is registered", reasons=[]).error()
 
 
 async def _pause(request: Request) -> Replies:
@@ -168,7 +182,8 @@ async def flush_cache(request: Request) -> Response:
             else ""
         )
         text = f"Cache not flushed.\nReason: {'; '.join(reasons)}\n{flushed}"
-        return Response(text, failure(request.scope["path"], replies).status, media_type="text/plain")
+        status = failure(request.scope["path"], replies).status
+        return Response(text, status, HEADERS.get(status), media_type="text/plain")
     items = {worker: _flushed_items(str(reply.content)) for worker, reply in replies.items()}
     lines = [f"Flushed items: {sum(items.values())}", *(f"{each}: {items[each]}" for each in items)]
     return Response("\n".join(["Cache flushed.", *lines, ""]), media_type="text/plain")

@@ -1,8 +1,8 @@
 """Sources that tell a router which workers there are.
 
 A source gives the whole list whenever it changes, so that nothing depends on a change that was missed. The
-options are one source, and registrations by ``POST /workers`` another. Directories of files, etcd and
-Kubernetes fit the same interface: each can be listed, and tells of changes.
+options are one source, registrations by ``POST /workers`` another, and the backends of `segue.discovery` are
+the third.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import suppress
 from math import inf
 from typing import Protocol
 
+from segue.discovery.base import DiscoveryBackend
+from segue.discovery.record import EngineRecord, highest
 from segue.messages.fleet import Registration
 
 OnChange = Callable[[Sequence[Registration]], None]
@@ -28,6 +30,9 @@ class Discovery(Protocol):
         It returns if they will never change again, and is cancelled when nobody is interested any more.
         """
 
+    def nudge(self) -> None:
+        """Look for changes at once, because a worker was lost."""
+
 
 class FixedWorkers:
     """The workers that the router's options name."""
@@ -38,6 +43,32 @@ class FixedWorkers:
     async def watch(self, on_change: OnChange) -> None:
         """Call ``on_change`` once."""
         on_change(self._workers)
+
+    def nudge(self) -> None:
+        """Nothing can have changed."""
+
+
+class DiscoveredWorkers:
+    """The engines that have put their records into files, etcd or Kubernetes."""
+
+    def __init__(self, backend: DiscoveryBackend) -> None:
+        self._backend = backend
+
+    async def watch(self, on_change: OnChange) -> None:
+        """Call ``on_change`` whenever the records change: of each cohort the highest epoch is told."""
+
+        def tell(records: Sequence[EngineRecord]) -> None:
+            known = highest(records)
+            on_change([Registration(url=each.url, cohort=each.cohort, epoch=each.epoch) for each in known])
+
+        try:
+            await self._backend.watch(tell)
+        finally:
+            await self._backend.close()
+
+    def nudge(self) -> None:
+        """Look for changes at once."""
+        self._backend.nudge()
 
 
 class Registrations:
@@ -67,6 +98,9 @@ class Registrations:
         now = time.monotonic()
         self._ends = {each: end for each, end in self._ends.items() if end > now}
         return list(self._ends)
+
+    def nudge(self) -> None:
+        """Changes are told at once anyway."""
 
     async def watch(self, on_change: OnChange) -> None:
         """Call ``on_change`` at once, and whenever a worker is registered or a registration lapses."""

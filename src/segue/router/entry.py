@@ -118,6 +118,7 @@ class RouterCounters:
     second_claims: int = 0  # of both, those at a decode worker that claimed KV that was still offered
     pairs: int = 0  # attempts at a prefill worker and a decode worker
     local: int = 0  # attempts at a decode worker alone
+    waits: int = 0  # requests that waited for a worker to take another one's place
     refused: int = 0  # requests that no worker could take
     control: dict[tuple[str, str], int] = field(default_factory=dict)  # by route and "done" or "failed"
 
@@ -135,6 +136,7 @@ class RouterCounters:
             second_claims=self.second_claims + other.second_claims,
             pairs=self.pairs + other.pairs,
             local=self.local + other.local,
+            waits=self.waits + other.waits,
             refused=self.refused + other.refused,
             control=dict(Counter(self.control) + Counter(other.control)),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from segue.errors import SegueError, WorkersFailedError
+from segue.errors import FailedOverError, SegueError, WorkersFailedError
 from segue.router.answers import read_whole
 from segue.router.entry import WorkerEntry
 from segue.router.upstream_connection import Headers, UpstreamError
@@ -37,6 +37,7 @@ class WorkerReply:
     kind: bytes = b""  # the content type
     body: bytes = b""
     problem: str = ""  # why there is no answer
+    is_failed_over: bool = False  # the worker was lost, and another engine of its cohort takes its place
 
     @property
     def is_ok(self) -> bool:
@@ -85,7 +86,8 @@ async def ask(worker: WorkerEntry, request: WorkerRequest, timeout_s: float | No
             problem=f"it did not answer within {timeout_s:g} s, so it is not known whether it has done it"
         )
     except UpstreamError as error:
-        return WorkerReply(problem=str(error))
+        has_cohort = worker.view is not None and bool(worker.view.record.cohort)
+        return WorkerReply(problem=str(error), is_failed_over=has_cohort)
     kind = dict(connection.headers).get(b"content-type", b"")
     return WorkerReply(status=connection.status, kind=kind, body=body)
 
@@ -113,6 +115,7 @@ def failures(replies: Replies) -> dict[str, str]:
 def failure(path: str, replies: Replies) -> SegueError:
     """Returns the error for an operation that some of the workers did not do.
 
+    If those workers were lost, and other engines take their places, the error says that it may be sent again.
     If all workers refused it with the same words, these are the error's, as those of a single engine would
     be. Otherwise the message names each worker that failed.
     """
@@ -125,8 +128,18 @@ def failure(path: str, replies: Replies) -> SegueError:
         num_done = len(replies) - len(failed)
         done = f". Done at {num_done} of them" if num_done else ""
         message = f"{path} failed at {len(failed)} of {len(replies)} workers: {named}{done}"
+    if all(replies[worker].is_failed_over for worker in failed):
+        return failed_over(message)
     error = WorkersFailedError(message)
     if len(statuses) == 1 and (status := statuses.pop()) in PASSED_ON:
         error.status = status
         error.type = "invalid_request_error" if status == 400 else error.type
     return error
+
+
+def failed_over(problem: str) -> FailedOverError:
+    """Returns the error for an operation whose engine was lost before it had answered."""
+    return FailedOverError(
+        f"{problem}; it is not known whether the engine has done it. Another engine takes its place: look at "
+        "its state, and send this again"
+    )

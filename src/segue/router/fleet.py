@@ -101,6 +101,18 @@ class WorkerView:
             return f"its scheduler has sent no heartbeat for {report.heartbeat_age_s:.1f} s"
         return self.breaker.why_not(now)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it is the engine of its cohort that serves, even if it takes no request right now."""
+        report, epoch = self.report, self.record.epoch
+        return (
+            report is not None
+            and self.connected
+            and report.state == "active"
+            and report.epoch == epoch == self.newest_epoch
+            and report.heartbeat_age_s <= SILENT_S
+        )
+
     def as_if_running(self) -> WorkerView:
         """Returns the view of a worker that is paused as one that is not: it keeps requests until then."""
         if self.report is None or not self.report.paused:

@@ -9,6 +9,7 @@ from contextlib import closing
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from segue.discovery.opening import NONE, open_discovery
 from segue.host import freeze_heap
 from segue.listener import BACKLOG, listen, url_of
 from segue.logs import logger
@@ -16,7 +17,7 @@ from segue.messages.fleet import Registration
 from segue.router.app import create_router_app
 from segue.router.config import RouterConfig
 from segue.router.coordinator import Coordinator
-from segue.router.discovery import FixedWorkers
+from segue.router.discovery import DiscoveredWorkers, Discovery, FixedWorkers
 from segue.router.draining import drain
 from segue.router.router import Router
 from segue.router.serving_process import DESCRIPTORS_EACH
@@ -116,9 +117,13 @@ def _server(app: ASGIApp, config: RouterConfig) -> HttpServer:
 
 
 def _discover(router: Router) -> None:
-    """Take the workers that the options name, and those that register."""
-    urls = router.config.urls
-    router.discover(FixedWorkers(Registration(url=url, role=role) for url, role in urls))
+    """Take the workers that the options name, those of discovery, and those that register."""
+    config = router.config
+    sources: list[Discovery] = [FixedWorkers(Registration(url=url, role=role) for url, role in config.urls)]
+    if config.discovery != NONE:
+        backend = open_discovery(config.discovery, config.discovery_target)
+        sources.append(DiscoveredWorkers(backend))
+    router.discover(*sources)
 
 
 def _tell_drain(router: Router, at_once: bool) -> None:

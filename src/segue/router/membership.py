@@ -47,10 +47,11 @@ class Membership:
         """Register a worker, whose id must be new; ``role``: the only one that it may have; None: any."""
         entry = self.registry.add(url, role)
         entry.on_change = self._changed
-        self.on_change()
+        self._changed()
         return entry
 
     def _changed(self) -> None:
+        self.registry.changed()
         self.on_change()
 
     def remove(self, entry: WorkerEntry) -> None:
@@ -58,7 +59,7 @@ class Membership:
         self.registry.remove(entry)
         self.pressure.forget(entry.id)
         self._regroup()
-        self.on_change()
+        self._changed()
 
     def role_changed(self, entry: WorkerEntry, change: RoleChanged) -> None:
         """Take a worker's answer to a change of its role, which comes before its new record."""
@@ -68,7 +69,7 @@ class Membership:
             record = structs.replace(entry.view.record, role=change.role, kv_address=change.kv_address or "")
             entry.view = replace(entry.view, record=as_reached(record, entry.id, entry.url))
         self._regroup()
-        self.on_change()
+        self._changed()
 
     def check_epoch(self, registration: Registration) -> None:
         """Note the epoch of a worker. The others of its cohort are replaced at once if theirs are lower.
@@ -101,7 +102,7 @@ class Membership:
                     logger.warning("worker %s: %s", entry.id, text)
                     entry.cut("cut", text)
         self._regroup()
-        self.on_change()
+        self._changed()
         return newest
 
     # --- what the workers tell ---
@@ -131,7 +132,7 @@ class Membership:
         entry.problem = ""
         logger.info("worker %s: connected%s", entry.id, " again" if is_same else "")
         self._regroup()
-        self.on_change()
+        self._changed()
         if not is_same and not is_foreign:
             self.on_joined(entry)
 
@@ -149,8 +150,10 @@ class Membership:
         if entry.view is None:
             return
         before, entry.view = entry.view.report, entry.view.reported(report, now)
+        if entry.view.is_active and entry.view.record.cohort:
+            self.registry.served.add(entry.view.record.cohort)
         if before is None or _condition(before) != _condition(report):
-            self.on_change()
+            self._changed()
         self.registry.holds.reported(entry.id, now)
         self.registry.index.observe(entry.id, entry.view.cache)
         if self.rebalance_rules is not None:
@@ -165,7 +168,7 @@ class Membership:
         if entry.view is not None:
             entry.view = replace(entry.view, connected=False)
         self._regroup()
-        self.on_change()
+        self._changed()
         self.on_lost(entry)
 
     def stop_grouping(self) -> None:
@@ -200,7 +203,7 @@ class Membership:
         for entry in self.registry:
             if entry.view is not None:
                 entry.view = replace(entry.view, group=groups.of(entry.id))
-        self.on_change()
+        self._changed()
         if groups.num_moves != before.num_moves and (move := groups.last_move) is not None:
             logger.info("worker %s moves to the group of %s prompts: %s", move.worker, move.to, move.reason)
 

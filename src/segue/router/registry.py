@@ -5,14 +5,17 @@ Everything here happens on one event loop. The choice itself is `segue.router.de
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from random import Random
 
 from segue.laps.classes import PromptClass
 from segue.messages.fleet import Role
+from segue.router.attempts import Attempts
 from segue.router.breaker import LegEnd, judge
 from segue.router.choice import Ask, Decision, Refuse, RoutingRules
 from segue.router.decide import decide, second_claim
@@ -40,6 +43,8 @@ class Registry:
         self.elsewhere = Elsewhere()
         self.index = PrefixIndex()
         self.is_closed = False  # the router ends: no request goes on elsewhere
+        self.served: set[str] = set()  # cohorts that have had an active engine
+        self._change = asyncio.Event()  # set when something has changed; then there is a new one
         # Called when a leaving worker's last request has ended.
         self.on_idle: Callable[[WorkerEntry], None] = lambda entry: None
         # Called with what the index learns here: the blocks that a worker gets, and those that it lacked.
@@ -53,6 +58,11 @@ class Registry:
 
     def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(list(self._entries.values()))
+
+    @property
+    def addressed(self) -> list[WorkerEntry]:
+        """The workers that operations on all workers go to: of each cohort only the highest epoch."""
+        return [entry for entry in self if not entry.is_replaced]
 
     def get(self, worker: str) -> WorkerEntry | None:
         """Returns a worker by its id; None: there is no such worker."""
@@ -93,6 +103,29 @@ class Registry:
         for worker, there in self.elsewhere.held.items():
             held[worker] = held.get(worker, NOTHING_HELD).plus(there)
         return held
+
+    # --- waiting for another worker ---
+
+    def changed(self) -> None:
+        """Wake the requests that wait for a worker: there may be one now."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until something has changed, for at most some seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
+
+    def vacant(self, attempts: Attempts) -> list[str]:
+        """Returns the cohorts in which another engine is about to take over.
+
+        Each has had an active engine, and has none now, as far as the router knows and a request has found.
+        """
+        active = {
+            view.record.cohort for view in self.views() if view.is_active and not attempts.is_gone(view)
+        }
+        return sorted(self.served - active)
 
     # --- requests ---
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -32,7 +32,7 @@ from segue.router.splice import Splice
 from segue.router.upstream_connection import Headers
 from segue.server.responses import unless_gone
 
-POLL_S = 0.05  # between two looks for a worker that can go on with a request
+POLL_S = 0.05  # at most, between two looks for a worker that can go on with a request
 PREFILL_GRACE_S = 1.0  # from the end of a reply until a prefill leg that has not ended is aborted
 
 
@@ -100,7 +100,7 @@ class Relay:
                 # The prefill worker may be lost, which the router itself does not know yet.
                 self._attempts.avoid(self._prefill.assignment.worker, FailureKind.BROKEN_OFF)
             is_over = self._registry.is_closed
-            if is_over or not self._attempts.note(error.worker, error.kind, self._is_begun):
+            if is_over or not self._attempts.note(error.worker, error.kind, self._is_begun, error.code):
                 await self._give_up(reply, error, None)
                 return
             text = "request %s goes on elsewhere, because worker %s failed: %s"
@@ -130,8 +130,8 @@ class Relay:
     async def _choose(self, error: LegError | None, reply: ClientReply) -> Choice:
         """Choose the workers of the next attempt.
 
-        A request of which the client has a part waits for a worker that can go on with it, for at most
-        ``--resume-timeout-s`` seconds.
+        A request waits for at most ``--resume-timeout-s`` seconds if the client has a part of the reply, or
+        if a cohort has lost its active engine, whose successor may be about to serve.
         """
         facts, attempts = self._request.facts, self._attempts
         outputs = self._splice.num_tokens if self._is_begun else None
@@ -140,19 +140,30 @@ class Relay:
         if self._prefill is not None:
             await self._prefill.close()
             self._prefill = None
-        deadline = time.monotonic() + self._resume_timeout_s
+        deadline, has_waited = time.monotonic() + self._resume_timeout_s, False
         while True:
             now = time.monotonic()
             choice = self._registry.choose(facts, self._avoided(), now, outputs)
             if isinstance(choice, Refuse) and attempts.forgive(refusals=False):
                 choice = self._registry.choose(facts, self._avoided(), now, outputs)
-            if not isinstance(choice, Refuse) or outputs is None or now >= deadline:
+            if not isinstance(choice, Refuse) or self._registry.is_closed:
                 return choice
-            if self._registry.is_closed:
+            if not (vacant := self._registry.vacant(attempts)) and outputs is None:
                 return choice
-            attempts.forgive(refusals=True)
+            if now >= deadline:
+                return replace(choice, waited_for=self._waited_for(vacant)) if has_waited else choice
+            if outputs is not None:
+                attempts.forgive(refusals=True)
+            self._registry.counters.waits += not has_waited
+            has_waited = True
             await reply.keep_alive()
-            await asyncio.sleep(min(POLL_S, deadline - now))
+            await self._registry.wait_for_change(min(POLL_S, deadline - now))
+
+    def _waited_for(self, vacant: list[str]) -> str:
+        """Returns what a request has waited for, as the beginning of an error message."""
+        engine = f"an active engine of cohort {' or '.join(vacant)}"
+        what = engine if vacant else "an engine that can go on with it"
+        return f"the request waited {self._resume_timeout_s:g} s (--resume-timeout-s) for {what}"
 
     def _avoided(self) -> frozenset[str]:
         return self._attempts.avoided(self._registry.views())
@@ -286,7 +297,9 @@ class Relay:
 
     async def _give_up(self, reply: ClientReply, error: LegError | None, refusal: Refuse | None) -> None:
         """End the reply with the worker's own error, if there is one; else with the router's."""
-        if error is not None and error.failed is not None:
+        if refusal is not None and refusal.waited_for and not self._is_begun:
+            await reply.fail(refusal.error())
+        elif error is not None and error.failed is not None:
             await reply.end_failed(error.failed.status, error.failed.payload)
         elif error is not None and error.answer is not None:
             await reply.answer(error.answer)

@@ -45,6 +45,7 @@ class Router:
     registrations: Registrations = field(default_factory=Registrations)
     # The URLs that each source has, and the task that watches it.
     _found: dict[Discovery, frozenset[str]] = field(default_factory=dict)
+    _sources: Sequence[Discovery] = ()
     _discovering: list[asyncio.Task[None]] = field(default_factory=list)
     _forgetting: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -59,14 +60,15 @@ class Router:
         router = cls(config, registry, Membership(registry, grouping), FleetPause(config.control_timeout_s))
         registry.on_idle = router.forget
         router.membership.on_joined = router.pause.joined
-        router.membership.on_lost = router._drop_if_lapsed
+        router.membership.on_lost = router._on_lost
         return router
 
     # --- which workers there are ---
 
     def discover(self, *sources: Discovery) -> None:
         """Take workers from these sources, and from registrations, until the router is closed."""
-        for source in (*sources, self.registrations):
+        self._sources = (*sources, self.registrations)
+        for source in self._sources:
             task = asyncio.ensure_future(source.watch(partial(self._take, source)))
             self._discovering.append(task)
 
@@ -104,6 +106,12 @@ class Router:
             if (entry := self.registry.at(url)) is not None:
                 entry.has_lapsed = True
                 self._drop_if_lapsed(entry)
+
+    def _on_lost(self, entry: WorkerEntry) -> None:
+        """Look at once for another engine in the place of a worker whose reports have ended."""
+        for source in self._sources:
+            source.nudge()
+        self._drop_if_lapsed(entry)
 
     def _drop_if_lapsed(self, entry: WorkerEntry) -> None:
         """Let a worker leave that no source has any more, and that sends no reports."""
@@ -152,11 +160,18 @@ class Router:
     async def retire(self, entry: WorkerEntry) -> int:
         """Send a worker no further requests, and forget it once it has none; returns those in flight."""
         self.registrations.remove(entry.url)
+        self._forget_cohort(entry)
         entry.leave()
         in_flight = self.registry.num_requests(entry.id)
         if self.is_idle(entry):
             await self.remove(entry)
         return in_flight
+
+    def _forget_cohort(self, leaving: WorkerEntry) -> None:
+        """Let no request wait for a successor of the last worker of its cohort, which an operator removes."""
+        cohorts = {entry.view.record.cohort for entry in self.registry if entry.view and entry is not leaving}
+        if leaving.view is not None and leaving.view.record.cohort not in cohorts:
+            self.registry.served.discard(leaving.view.record.cohort)
 
     def is_idle(self, entry: WorkerEntry) -> bool:
         """Whether a worker that leaves has no requests, and will not have any."""

@@ -51,11 +51,18 @@ class SharedFleet:
         changed = [worker for number, worker in now.items() if self._told.get(number) != worker]
         self._told = now
         self.version += 1
-        return FleetState(version=self.version, present=list(now), changed=changed)
+        return FleetState(
+            version=self.version, present=list(now), changed=changed, served=sorted(self._registry.served)
+        )
 
     def last_state(self) -> FleetState:
         """Returns the last state as a whole, for a process that has taken none."""
-        return FleetState(version=self.version, present=list(self._told), changed=list(self._told.values()))
+        return FleetState(
+            version=self.version,
+            present=list(self._told),
+            changed=list(self._told.values()),
+            served=sorted(self._registry.served),
+        )
 
     def _number_of(self, entry: WorkerEntry) -> int:
         if entry not in self._numbers:
@@ -81,6 +88,8 @@ class FleetCopy:
             if entry is None:
                 entry = self._entries[worker.number] = self._registry.add(worker.url)
             self._update(entry, worker)
+        self._registry.served = set(state.served)
+        self._registry.changed()
         self.version = state.version
 
     def _update(self, entry: WorkerEntry, worker: SharedWorker) -> None:

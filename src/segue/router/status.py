@@ -106,6 +106,7 @@ class RouterCollector(Collector):
         for name, text, number in (
             ("retries", "Attempts at another worker before the client had anything.", counters.retries),
             ("resumes", "Attempts at another worker after the client had a part.", counters.resumes),
+            ("waits", "Requests that waited for a worker to take another one's place.", counters.waits),
             ("second_claims", "Those at a decode worker that took over KV.", counters.second_claims),
             ("pairs", "Attempts at a prefill and a decode worker.", counters.pairs),
             ("local", "Attempts at a decode worker alone.", counters.local),

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from segue.api.schema import body_schema, query_schema
 from segue.errors import NoWorkerError, SeveralWorkersError
 from segue.messages.weight_operations import OPERATIONS
-from segue.router.choice import Refuse
-from segue.router.fan_out import ask
+from segue.router.control_routes import addressed_by
+from segue.router.fan_out import ask, failed_over
 from segue.router.router import for_workers, router_of
 from segue.server.access import Access, Routes
 from segue.server.responses import unless_gone, weight_error_response
@@ -24,9 +24,7 @@ routes = Routes(Access.ADMIN, "Weights", weight_error_response)
 async def forward(request: Request) -> Response:
     """Forward an operation on weights to the only worker; a router of several refuses it."""
     router, path = router_of(request), request.scope["path"]
-    workers = list(router.registry)
-    if not workers:
-        raise Refuse(problem="no worker is registered", reasons=[]).error()
+    workers = addressed_by(router, path)
     if len(workers) > 1:
         raise SeveralWorkersError(
             f"{path}: this router has {len(workers)} workers, and each of them takes weights by itself; send "
@@ -34,7 +32,8 @@ async def forward(request: Request) -> Response:
         )
     reply = await unless_gone(request, ask(workers[0], await for_workers(request), None))
     if reply.status is None:
-        raise NoWorkerError(f"{path} failed at worker {workers[0].id}: {reply.problem}")
+        problem = f"{path} failed at worker {workers[0].id}: {reply.problem}"
+        raise failed_over(problem) if reply.is_failed_over else NoWorkerError(problem)
     return Response(reply.body, reply.status, {"content-type": reply.kind.decode("latin-1")})
 
 

@@ -131,7 +131,7 @@ class NixlTransport(Pusher[_NixlTarget]):
 
     def close(self) -> None:
         """Disconnect all peers, and wait until what is posted has ended, CLOSE_S seconds at most."""
-        for peer in list(self._targets):
+        for peer in self._close():
             self.disconnect(peer)
         self._steps.put(None)
         self._threads[0].join()

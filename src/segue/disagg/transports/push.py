@@ -97,8 +97,8 @@ class PushTransport(Pusher[_Target]):
         """Map an exported pool, to which the heads of `route` will be pushed for a session.
 
         Raises:
-            TransportError: nobody answers within CONNECT_S seconds, the reader refuses, or its pages have
-                another shape.
+            TransportError: nobody answers within CONNECT_S seconds, the reader refuses, its pages have
+                another shape, or this transport has been closed meanwhile.
         """
         offer = read_offer(path, blob)
         route.check(self._shape, offer.shape)
@@ -115,7 +115,12 @@ class PushTransport(Pusher[_Target]):
             _leave(connection)
             raise
         target = _Target(path=path, connection=connection, memory=memory, num_pages=offer.num_pages)
-        return self._add(target)
+        try:
+            return self._add(target)
+        except TransportError:
+            memory.close()
+            _leave(connection)
+            raise
 
     def push(self, peer: Peer, pages: Sequence[PagePair], after: Callable[[], None]) -> int:
         """Copy pages to a peer once `after` returns, after all earlier pushes; returns a ticket at once.
@@ -137,7 +142,7 @@ class PushTransport(Pusher[_Target]):
 
     def close(self) -> None:
         """Disconnect all peers, and wait until all that is posted has ended."""
-        for peer in list(self._targets):
+        for peer in self._close():
             self.disconnect(peer)
         self._jobs.put(None)
         self._thread.join()

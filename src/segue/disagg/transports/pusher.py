@@ -35,6 +35,7 @@ class Pusher(Generic[TargetT]):
         self._targets: dict[Peer, TargetT] = {}
         self._ended: list[Done | Failed] = []
         self._num_peers = self._num_pushes = 0  # so far
+        self._is_closed = False
 
     def poll(self) -> list[Done | Failed]:
         """Return the pushes that have ended since the last call; never waits."""
@@ -49,12 +50,24 @@ class Pusher(Generic[TargetT]):
             return target is None or not (target.num_pushes or target.is_leaving)
 
     def _add(self, target: TargetT) -> Peer:
-        """Returns the number of a new peer."""
+        """Returns the number of a new peer.
+
+        Raises:
+            TransportError: the transport was closed while another thread connected; the target is not kept.
+        """
         with self._lock:
+            if self._is_closed:
+                raise TransportError("this worker ends, and connects to no decode worker any more")
             self._num_peers += 1
             target.peer = Peer(self._num_peers)
             self._targets[target.peer] = target
         return target.peer
+
+    def _close(self) -> list[Peer]:
+        """Let no peer be added any more; returns those that there are."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._targets)
 
     def _begin(self, peer: Peer, pages: Sequence[PagePair]) -> tuple[int, TargetT, list[int], list[int]]:
         """Count a push; returns its ticket, its target, and the pages of both pools.
