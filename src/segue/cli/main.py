@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ import segue
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.remote import Remote, control_app
-from segue.cluster.config import ClusterConfig
+from segue.cluster.config import MOST_SHADOWS, ClusterConfig
 from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
@@ -90,7 +90,20 @@ TopP = Annotated[
 
 @app.command()
 @with_options(EngineConfig)
-def serve(config: EngineConfig) -> None:
+def serve(
+    config: EngineConfig,
+    shadows: Annotated[
+        int,
+        setting(
+            "shadows",
+            "Number of engines that stand by: when the one that serves dies, one of them goes on with its "
+            "requests, behind the same port.",
+            group="Failover",
+            min=0,
+            max=MOST_SHADOWS,
+        ),
+    ] = 0,
+) -> None:
     """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
 
     Every option can also be set by the environment variable that its help names.
@@ -99,6 +112,8 @@ def serve(config: EngineConfig) -> None:
     # swallows one that is raised in a callback, such as those that run while modules are imported.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if shadows:
+        _run_cluster(ClusterConfig.with_shadows(config, shadows))
     import uvloop
 
     from segue.server import lifecycle
@@ -135,6 +150,11 @@ def cluster(config: ClusterConfig) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _run_cluster(config)
+
+
+def _run_cluster(config: ClusterConfig) -> NoReturn:
+    """Run engines and their router until a signal, and end this process."""
     import asyncio
 
     from segue.cluster.lifecycle import run_cluster

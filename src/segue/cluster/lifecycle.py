@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from segue.cluster.children import ROUTER, WORKER_HOST, ClusterHost, make_children
 from segue.cluster.config import ClusterConfig
 from segue.cluster.devices import list_gpus
+from segue.cluster.processes import ChildSpec
 from segue.cluster.progress import StartProgress, count_roles
 from segue.cluster.runner import ChildRunner
 from segue.cluster.supervisor import SupervisorRules
 from segue.errors import ChildStartError
 from segue.launch.processes import usable_cores
+from segue.launch.run_dir import RunDir
 from segue.listener import bind, url_of
 from segue.server.http_server import on_signals
 
@@ -43,7 +45,9 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
         ports = [each.getsockname()[1] for each in reserved]
         failover_dir = ""
         if config.size.shadows:
-            failover_dir = str(RunDir.entered(stack))
+            run_dir = RunDir()
+            stack.callback(run_dir.remove)
+            failover_dir = str(run_dir.path / "failover")
         url = url_of(entry)
         host = ClusterHost(
             environ=os.environ,
