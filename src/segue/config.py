@@ -16,6 +16,7 @@ from segue.options import (
     OptionAlias,
     Options,
     check_key,
+    check_name,
     check_url,
     option,
     parse_list,
@@ -26,24 +27,41 @@ from segue.options import (
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Role = Literal["both", "prefill", "decode"]
+WakeBy = Literal["lock", "manual", "both"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
+HealthStatus = Literal["ready", "notready"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
-SERVER_GROUP = "Server"  # options that only `segue serve` takes
+SERVER_GROUPS = ("Server", "Failover")  # options that only `segue serve` takes
+SYSTEM_PORT = 9090  # of an engine that stands by, unless another one is given
 
 _model = partial(option, group="Model")
 _hardware = partial(option, group="Hardware")
 _memory = partial(option, group="Memory")
 _scheduling = partial(option, group="Scheduling")
 _disaggregation = partial(option, group="Disaggregation")
-_server = partial(option, group=SERVER_GROUP)
+_server = partial(option, group="Server")
+_failover = partial(option, group="Failover")
 
 
 def default_cache_dir() -> str:
     """Return ``$XDG_CACHE_HOME/segue``, or ``~/.cache/segue`` where that variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(base) / "segue")
+
+
+def parse_endpoints(text: str, name: str) -> list[str]:
+    """Return the endpoints of an option like "generate"; "none" stands for none.
+
+    Raises:
+        ConfigError: there is no such endpoint.
+    """
+    names = [] if text == "none" else parse_list(text, name)
+    for each in names:
+        if each != "generate":
+            raise ConfigError(f"{name}={text!r}: {each!r} is no endpoint; give generate, or none", param=name)
+    return names
 
 
 def _check_hosts_and_networks(text: str, name: str) -> None:
@@ -305,3 +323,74 @@ class EngineConfig(Options):
         maximum=86400.0,
     )
     log_level: LogLevel = _server("info", "Lowest level of messages that are logged.")
+
+    shadow_mode: bool = _failover(
+        False,
+        "Stand by behind the engines of the cohort: load the model, and serve once the one that serves has "
+        "ended, or once it is asked for (--wake).",
+    )
+    failover_dir: str | None = _failover(
+        None,
+        "Directory that the engines of a cohort share, for the lock of the one that serves and for notes; "
+        "needed with --shadow-mode.",
+    )
+    cohort: str = _failover(
+        "default", "Name of the engines that can serve in each other's place.", check=check_name
+    )
+    engine_id: str | None = _failover(
+        None, "Name of this engine in its cohort; default: the host and the process id.", check=check_name
+    )
+    wake: WakeBy = _failover(
+        "both",
+        "What wakes an engine that stands by: 'lock': the end of the engine that serves; 'manual': POST "
+        "/engine/wake_up on the system port.",
+    )
+    wake_timeout_s: float | None = _failover(
+        None,
+        "Seconds that a wake may take before the engine ends itself; default: 10, and 1 more per 10 GiB "
+        "of KV cache.",
+        minimum=0.1,
+    )
+    hang_timeout_s: float | None = _failover(
+        None,
+        "Seconds that the workers of an engine which serves may be silent before /live of the system port "
+        "answers 503; default: 120 on CPU, 30 on CUDA.",
+        minimum=0.1,
+    )
+    system_port: int | None = _failover(
+        None,
+        "Port, on --host, of the probes /startup, /live, /ready and /health, of /metrics, and of /engine/…; "
+        f"0: any free one. Default: {SYSTEM_PORT} with --shadow-mode, else there is none.",
+        minimum=0,
+        maximum=65535,
+    )
+    system_use_endpoint_health_status: str = _failover(
+        "generate",
+        "Endpoints, separated by commas, that must be ready for the system port to call the engine healthy; "
+        "'none': those with a health check, and if there are none, the status that the engine sets.",
+        check=parse_endpoints,
+    )
+    system_starting_health_status: HealthStatus = _failover(
+        "notready", "Status of the engine on the system port until it has loaded its model."
+    )
+    health_check_enabled: bool | None = _failover(
+        None, "Generate two tokens now and then while there are no requests; default: with --shadow-mode."
+    )
+    health_check_interval_s: float = _failover(
+        30.0, "Seconds without requests before such a check.", minimum=0.1
+    )
+    live_during_init: Literal["off", "progress"] = _failover(
+        "off",
+        "What /live of the system port answers while the model loads: 'off': 503; 'progress': 200 while the "
+        "start gets on.",
+    )
+
+    @property
+    def probed_port(self) -> int | None:
+        """The system port; None: there is none."""
+        return SYSTEM_PORT if self.system_port is None and self.shadow_mode else self.system_port
+
+    @property
+    def has_health_check(self) -> bool:
+        """Whether an engine without requests is asked for tokens now and then."""
+        return self.shadow_mode if self.health_check_enabled is None else self.health_check_enabled

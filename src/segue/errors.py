@@ -119,6 +119,18 @@ class StaleEpochError(SegueError, status=503, code="stale_epoch"):
     """An engine's epoch is not the newest of its cohort, or a leg names another epoch than its engine has."""
 
 
+class LockHeldError(SegueError, status=423, type="invalid_request_error", code="lock_held"):
+    """Another engine of the cohort has its lock, so this one cannot wake."""
+
+
+class NoStandbyError(SegueError, status=409, type="invalid_request_error", code="no_standby"):
+    """No engine waits to take over, so this one cannot hand its place over."""
+
+
+class WakeError(SegueError, status=503, code="engine_cannot_wake"):
+    """An engine that stood by could not begin to serve. It ends."""
+
+
 class FailoverDirectoryError(ConfigError):
     """The failover directory cannot be used: others may write to it, or its file system has no locks."""
 

@@ -36,13 +36,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
 
 
-def wake_at_parents_end() -> None:
-    """Let this process go on when its parent ends, if it is stopped then.
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, whatever this process does then.
 
-    A stopped process sees nothing of its parent's end. It would keep its memory for ever, and other workers
-    would keep what it may still write to. A process that runs is not affected.
+    The kernel takes the end of the *thread* that started this process for that of the parent. It kills also a
+    process that is stopped, or that hangs in C; a thread that watches the parent would not run there.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def free_cpu_memory(root: Path = Path("/")) -> int:

@@ -217,19 +217,19 @@ def parse(text: str, kind: Any, name: str) -> Any:
     ``kind`` is the option's declared type. Raises ConfigError if the text is not of that type; whether a
     choice is an allowed one is checked later, with the other values.
     """
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]  # [T] for T and `T | None`
     if get_origin(kind) is Literal:
         return text
-    if kind is bool:
+    if kinds == [bool]:
         if text.lower() in ("1", "true", "yes", "on"):
             return True
         if text.lower() in ("", "0", "false", "no", "off"):
             return False
         raise ConfigError(f"{name}={text!r}: use 1 or 0", param=name)
-    base = next((each for each in get_args(kind) if each is not type(None)), kind)  # T of `T | None`
     try:
-        return base(text)
+        return kinds[0](text)
     except ValueError as error:
-        raise ConfigError(f"{name}={text!r}: expected {base.__name__}", param=name) from error
+        raise ConfigError(f"{name}={text!r}: expected {kinds[0].__name__}", param=name) from error
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:

@@ -442,7 +442,7 @@ import sys, time
 sys.path[:0] = {paths!r}
 from tests.support.fake_engine import FakeEngine
 engine = FakeEngine({model!r}, load_format="dummy", log_level="error")
-print(engine._runtime.worker_pids[0], engine._runtime._workers._run_dir, flush=True)
+print(engine._runtime.worker_pids[0], engine._runtime._workers._run_dir.path, flush=True)
 print(engine.generate("abc", {{"max_new_tokens": 3}})["text"], "torch" in sys.modules, flush=True)
 {rest}
 """

@@ -24,7 +24,7 @@ from segue.errors import (
     RoleChangedError,
     SegueError,
 )
-from segue.frontend.life import Life, LifeState
+from segue.failover.life import Life, LifeState
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.tokenizer import Tokenizer
@@ -83,7 +83,8 @@ class Bench:
         )
         tokenizer = None if model is None else Tokenizer.load(model)
         self.life = Life()
-        self.life.advance(LifeState.ACTIVE)
+        for state in (LifeState.STANDBY, LifeState.WAKING, LifeState.ACTIVE):
+            self.life.advance(state)
         self.manager = TokenizerManager(
             tokenizer,
             ready,

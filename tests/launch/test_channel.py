@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ import zmq
 
 from segue.config import EngineConfig
 from segue.launch.channel import Channel
-from segue.launch.processes import EmbeddedScheduler, WorkerProcesses, make_run_dir
+from segue.launch.processes import EmbeddedScheduler, WorkerProcesses
+from segue.launch.run_dir import RunDir
 from segue.messages.control import FrontendMessage, Heartbeat, SchedulerMessage, StartFailed, State
 from segue.messages.requests import Abort
 
@@ -19,9 +19,9 @@ from segue.messages.requests import Abort
 @pytest.fixture
 def addresses() -> Iterator[tuple[str, str]]:
     """Addresses in a directory whose path is short enough for sockets, wherever temporary files are."""
-    run_dir = make_run_dir()
+    run_dir = RunDir()
     yield WorkerProcesses(EngineConfig(), run_dir).addresses
-    shutil.rmtree(run_dir)
+    run_dir.remove()
 
 
 def no_call(*_: object) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,12 @@ from segue.launch.processes import (
     WORKER_COMMAND,
     WorkerProcesses,
     cgroup_cores,
-    make_run_dir,
+    touched_bytes,
     usable_cores,
     worker_environment,
 )
+from segue.launch.run_dir import RunDir
+from tests.conftest import WaitUntil
 
 SLEEPER = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
 STUBBORN = (sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)")
@@ -33,9 +34,7 @@ def is_alive(pid: int) -> bool:
 
 
 def workers(tmp_path: Path, command: tuple[str, ...], tp: int = 1) -> WorkerProcesses:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    return WorkerProcesses(EngineConfig(tp=tp), run_dir, command)
+    return WorkerProcesses(EngineConfig(tp=tp), RunDir(), command)
 
 
 def test_workers_end_when_their_lifeline_closes(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_workers_end_when_their_lifeline_closes(tmp_path: Path) -> None:
     assert asyncio.run(group.stop(0.0, 10.0))
     assert not any(is_alive(pid) for pid in pids)
     assert exits == []  # the exit was requested
-    assert not (tmp_path / "run").exists()
+    assert not group._run_dir.path.exists()
 
 
 def test_a_worker_that_does_not_end_is_killed(tmp_path: Path) -> None:
@@ -137,32 +136,58 @@ def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | Non
     assert cgroup_cores(tmp_path) == cores
 
 
-@pytest.mark.parametrize(
-    "name", [b"x" * 75, "\N{SNOWMAN}".encode() * 25]
-)  # of the same length in bytes, not in characters
-def test_the_run_directory_is_private_and_its_sockets_fit(
-    name: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tempfile
+def test_killed_workers_are_gone_at_once_and_nobody_is_told(tmp_path: Path) -> None:
+    group = workers(tmp_path, STUBBORN, tp=2)
+    exits: list[str] = []
+    group.start(exits.append)
+    group.kill()
+    asyncio.run(group.wait_gone())
+    assert not any(is_alive(pid) for pid in group.pids)
+    assert exits == []
+    assert asyncio.run(group.stop(0.0, 1.0))
 
-    long = Path(tempfile.mkdtemp(dir="/tmp", prefix="segue-")) / os.fsdecode(name)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    run_dir = make_run_dir()
-    try:
-        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        addresses = WorkerProcesses(EngineConfig(), run_dir).addresses
-        assert max(len(os.fsencode(each)) for each in addresses) - len("ipc://") <= 107
-        assert list(long.iterdir()) == []
-    finally:
-        run_dir.rmdir()
-        long.rmdir()
-        long.parent.rmdir()
+
+PARENT = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(worker.pid, worker.stdout.readline(), flush=True)
+time.sleep(600)
+"""
+HANGING = """
+import ctypes
+from segue.host import end_with_parent
+end_with_parent()
+print("hangs", flush=True)
+ctypes.PyDLL(None).sleep(600)  # holds the GIL
+"""
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_worker_that_hangs_is_killed_with_its_parent(stops: bool, wait_until: WaitUntil) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, HANGING], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline().split()[0])
+        if stops:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_touched_bytes_grow_with_what_a_process_reads_and_has() -> None:
+    before = touched_bytes([os.getpid()])
+    held = bytes(64 << 20)
+    assert touched_bytes([os.getpid()]) >= before
+    block = bytearray(len(held))
+    block[::4096] = b"x" * len(block[::4096])
+    assert touched_bytes([os.getpid()]) - before > len(block) // 2
+    assert touched_bytes([2**22 + 1]) == 0, "no such process"
 
 
 def test_a_worker_that_starts_after_its_run_directory_was_removed_ends_silently(tmp_path: Path) -> None:
+    gone = RunDir()
+    gone.remove()
     # Another rank removes the directory once the frontend has given up.
-    group = WorkerProcesses(EngineConfig(tp=2), tmp_path / "gone", ())
+    group = WorkerProcesses(EngineConfig(tp=2), gone, ())
     with subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         group._send_config(process, 0)
         assert process.wait(60) == 0

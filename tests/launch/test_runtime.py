@@ -15,7 +15,7 @@ from segue.errors import (
     OutOfMemoryError,
     TensorParallelError,
 )
-from segue.frontend.life import LifeState
+from segue.failover.life import LifeState
 from segue.launch.runtime import Runtime
 from segue.messages.control import StartFailed
 from tests.launch.test_processes import SLEEPER
@@ -34,6 +34,12 @@ def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
             await runtime.shutdown()
 
     asyncio.run(asyncio.wait_for(whole(), 10))
+
+
+def make_active(runtime: Runtime) -> None:
+    """Take an engine whose workers were not started through the states before ACTIVE."""
+    for state in (LifeState.STANDBY, LifeState.WAKING, LifeState.ACTIVE):
+        runtime.life.advance(state)
 
 
 def test_a_workers_last_message_is_the_reason_even_after_its_exit(tiny_model: Path) -> None:
@@ -62,7 +68,7 @@ def test_a_runtime_alone_moves_its_life(tiny_model: Path) -> None:
     async def work(runtime: Runtime) -> None:
         runtime.drain()
         assert runtime.life.state is LifeState.INIT, "only an active engine drains"
-        runtime.life.advance(LifeState.ACTIVE)
+        make_active(runtime)
         runtime.drain()
         runtime.drain()
         assert runtime.life.state is LifeState.DRAINING
@@ -82,7 +88,7 @@ def test_an_operator_drains_an_active_engine_and_ends_that(tiny_model: Path) -> 
     async def work(runtime: Runtime) -> None:
         with pytest.raises(EngineStartError):
             runtime.set_drained(True)
-        runtime.life.advance(LifeState.ACTIVE)
+        make_active(runtime)
         for drained, state in (
             (True, LifeState.DRAINED),
             (True, LifeState.DRAINED),
@@ -111,7 +117,7 @@ def test_an_error_on_a_message_is_the_engines_death(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(runtime: Runtime) -> None:
-        runtime.life.advance(LifeState.ACTIVE)
+        make_active(runtime)
         runtime._on_error(ValueError("a bug"))
         text = "the frontend failed: ValueError: a bug; the engine has ended, start it again"
         assert runtime.died.result().message == text

@@ -42,7 +42,7 @@ class LiveServer:
         self._thread = LoopThread("test-server")
         self.app = create_app(self.config)
         if started:
-            start = Runtime.start(self.config, embedded=real, command=FAKE_WORKER)
+            start = Runtime.start_active(self.config, embedded=real, command=FAKE_WORKER)
             self.app.state.runtime = self._thread.call(start)
         listener = bind(self.config.host, self.config.port)
         self.url = url_of(listener)

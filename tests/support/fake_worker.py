@@ -2,13 +2,17 @@
 
 It is the worker command of an engine. Environment variables make it slow or make it fail: ``FAKE_STEP_S`` is
 the seconds per step, ``FAKE_START`` is ``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
+``FAKE_WAKE`` is what rank ``FAKE_WAKE_RANK`` (0) does when it is to wake: ``sleep`` for ever, ``gil``: the
+same while it holds the GIL, ``stop`` itself, or ``fail``. ``FAKE_TOKEN`` is added to every output token.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -19,13 +23,17 @@ import msgspec
 import zmq
 
 from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
 from segue.heartbeat import Turn, send_heartbeats
+from segue.host import end_with_parent
 from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
+from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.requests import TokenLogprob, unpack_ids
-from segue.messages.steps import StepPlan, StepResult
+from segue.messages.steps import Drain, Drained, RankMessage, StepPlan, StepResult
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import SchedulerLoop
+from segue.worker.rank_life import RankLife
 from tests.worker.updaters import FakeUpdater
 
 LOGPROB = -0.5
@@ -45,10 +53,35 @@ class Done:
         return self._result
 
 
-class EchoRunner:
+class FakeRank:
+    """The part of a runner that an engine's life needs."""
+
+    def __init__(self, tp: TPInfo) -> None:
+        self.tp = tp
+
+    def deep_ping(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        if self.tp.rank != int(os.environ.get("FAKE_WAKE_RANK", "0")):
+            return
+        match os.environ.get("FAKE_WAKE"):
+            case "sleep":
+                threading.Event().wait()
+            case "gil":
+                ctypes.PyDLL(None).sleep(600)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "fail":
+                raise MemoryError("no pages are left")
+
+
+class EchoRunner(FakeRank):
     """Output token k of a request is prompt token k. After the end of the prompt it begins again."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, tp: TPInfo) -> None:
+        super().__init__(tp)
+        self._token = int(os.environ.get("FAKE_TOKEN", "0"))
         self._vocab_size = vocab_size
         self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> prompt, logprobs
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
@@ -70,7 +103,7 @@ class EchoRunner:
             if plan.num_logits[index] > plan.samples[index]:
                 prompt_logprobs[slot] = [self._logprob(prompt[p], num_logprobs) for p in following]
             if plan.samples[index]:
-                token = prompt[(end - len(prompt)) % len(prompt)]
+                token = (prompt[(end - len(prompt)) % len(prompt)] + self._token) % self._vocab_size
                 tokens.append(token)
                 logprobs.append(self._logprob(token, num_logprobs) if num_logprobs >= 0 else None)
         return Done(StepResult(plan.step, tokens, max(self._step_s, 1e-4), logprobs, prompt_logprobs))
@@ -87,9 +120,23 @@ def watch_lifeline(run_dir: str) -> None:
     os._exit(0)
 
 
-def serve(
-    config: EngineConfig, to_scheduler: str, to_frontend: str, context: zmq.Context[Any], turn: Turn
-) -> None:
+def follow(tp: TPInfo, run_dir: str, context: zmq.Context[Any]) -> None:
+    """Any rank but 0: answers for its life, and computes nothing."""
+    messages, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    messages.bind(f"ipc://{run_dir}/plan{tp.rank}")
+    events.connect(f"ipc://{run_dir}/events")
+    life = RankLife(FakeRank(tp), lambda answer: events.send(msgspec.msgpack.encode(answer)))
+    decode = msgspec.msgpack.Decoder(RankMessage).decode
+    while True:
+        match message := decode(messages.recv()):
+            case PingRanks() | WakeRanks() | EndWake():
+                life.handle(message)
+            case Drain():
+                events.send(msgspec.msgpack.encode(Drained()))
+
+
+def serve(config: EngineConfig, run_dir: str, tp: TPInfo, context: zmq.Context[Any], turn: Turn) -> None:
+    to_scheduler, to_frontend = f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend"
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.set_hwm(0)
     outbox.set_hwm(0)
@@ -132,34 +179,40 @@ def serve(
     )
     outbox.send(msgspec.msgpack.encode(ready))
     events, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    events.bind("inproc://events")
-    replies.connect("inproc://events")
+    events.bind(f"ipc://{run_dir}/events")
+    replies.connect(f"ipc://{run_dir}/events")
+    followers = [context.socket(zmq.PUSH) for _ in range(1, tp.size)]
+    for rank, follower in enumerate(followers, 1):
+        follower.connect(f"ipc://{run_dir}/plan{rank}")
     SchedulerLoop(
         Scheduler(limits, config),
-        EchoRunner(ready.vocab_size),
+        EchoRunner(ready.vocab_size, tp),
         FakeUpdater(lambda event: replies.send(msgspec.msgpack.encode(event))),
         inbox=inbox,
         outbox=outbox,
         events=events,
+        followers=followers,
         overlap=not config.disable_overlap,
         memory_usage={},
         turn=turn,
     ).run()
     outbox.close(linger=500)
-    for socket in (inbox, events, replies):
+    for socket in (inbox, events, replies, *followers):
         socket.close(linger=0)
 
 
 def main() -> None:
+    end_with_parent()
     spec = json.loads(sys.stdin.buffer.readline())
     run_dir = spec["run_dir"]
     threading.Thread(target=watch_lifeline, args=(run_dir,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     config = EngineConfig(**spec["config"])
     with send_heartbeats(context, f"ipc://{run_dir}/to_frontend", spec["rank"], config.ping_s) as turn:
-        if spec["rank"] != 0:
-            threading.Event().wait()
-        serve(config, f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend", context, turn)
+        tp = TPInfo(rank=spec["rank"], size=spec["size"])
+        if tp.rank != 0:
+            follow(tp, run_dir, context)
+        serve(config, run_dir, tp, context, turn)
     context.term()
 
 

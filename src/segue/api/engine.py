@@ -55,7 +55,7 @@ class Engine:
         self._thread = LoopThread("segue-engine")
         try:
             self._runtime = self._thread.call(
-                Runtime.start(self.config, embedded=embedded, command=self._worker_command)
+                Runtime.start_active(self.config, embedded=embedded, command=self._worker_command)
             )
         except BaseException:
             self._thread.stop()

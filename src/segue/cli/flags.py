@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import Field
 from typing import Annotated, Any, Literal, Optional
 
@@ -20,13 +20,13 @@ _IS_ENTRY: dict[Callable[[str, str], object], Callable[[str], bool]] = {
 
 
 def with_options(
-    options_class: type[OptionSet], *, without: str | None = None
+    options_class: type[OptionSet], *, without: Collection[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace a command's ``config`` parameter by one flag per option of ``options_class``.
 
     Typer makes flags of a function's signature, so the returned decorator gives the command a new one. The
-    flags that the user sets become the ``config`` that the command gets. ``without`` is a group of options
-    that the command does not take; None: it takes all.
+    flags that the user sets become the ``config`` that the command gets. ``without`` has the groups
+    of options that the command does not take.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def with_options(
         flags = [
             flag
             for option, kind in options_class.listed()
-            if option.metadata["group"] != without
+            if option.metadata["group"] not in without
             for flag in _flags(option, kind)
         ]
 

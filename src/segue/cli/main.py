@@ -22,7 +22,7 @@ from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.remote import Remote, control_app
 from segue.cluster.config import MOST_SHADOWS, ClusterConfig
-from segue.config import SERVER_GROUP, Device, EngineConfig, LogLevel
+from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
 from segue.listener import bind, listen
@@ -198,7 +198,7 @@ def _print_ready(runtime: Runtime, url: str) -> None:
 
 
 @app.command()
-@with_options(EngineConfig, without=SERVER_GROUP)
+@with_options(EngineConfig, without=SERVER_GROUPS)
 def generate(
     config: EngineConfig,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -215,7 +215,7 @@ def generate(
 
 
 @app.command()
-@with_options(EngineConfig, without=SERVER_GROUP)
+@with_options(EngineConfig, without=SERVER_GROUPS)
 def chat(
     config: EngineConfig,
     url: Annotated[
@@ -299,7 +299,7 @@ def trainer(
 
 
 @bench_app.command("profile")
-@with_options(EngineConfig, without=SERVER_GROUP)
+@with_options(EngineConfig, without=SERVER_GROUPS)
 def profile_steps(
     config: EngineConfig,
     steps: Annotated[

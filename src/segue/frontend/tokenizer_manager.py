@@ -21,8 +21,9 @@ from segue.errors import (
     SegueError,
     WrongRoleError,
 )
+from segue.failover.life import Life
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
-from segue.frontend.life import Admission, Life
+from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.stats import Stats
@@ -120,10 +121,16 @@ class TokenizerManager:
     # --- clients ---
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], batch_id: str | None = None, *, is_streamed: bool = False
+        self,
+        requests: Sequence[GenerateRequest],
+        batch_id: str | None = None,
+        *,
+        is_streamed: bool = False,
+        is_canary: bool = False,
     ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
+        With ``is_canary`` they are taken also by an engine that is not active yet.
         With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
         Raises:
@@ -137,7 +144,7 @@ class TokenizerManager:
         """
         created = time.monotonic()
         await self._end_earlier_leg(requests)
-        self._check_rids(requests, batch_id)
+        self._check_rids(requests, batch_id, is_canary)
         handoffs = [self._handoff(request) for request in requests]
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
         generation = Generation(len(requests), self.abort, requests[0].leg if requests else "")
@@ -385,12 +392,12 @@ class TokenizerManager:
         held = self._states.get(rid) or self._arriving.get(rid)
         return "" if held is None else held.leg
 
-    def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None) -> None:
+    def _check_rids(self, requests: Sequence[GenerateRequest], batch_id: str | None, is_canary: bool) -> None:
         """Raise an error if the engine cannot serve, or if an id is in flight or occurs twice.
 
         Requests and batches share one space of ids, because :meth:`abort` takes either.
         """
-        if (trouble := self.trouble) is not None:
+        if (trouble := self._life.silence if is_canary else self.trouble) is not None:
             raise trouble
         seen: set[str] = set()
         for rid in (request.rid for request in requests):

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from segue.messages.control import FrontendMessage, Heartbeat, Ready, SchedulerMessage, StartFailed
+from segue.messages.control import FrontendMessage, SchedulerMessage, WorkerMessage
 
 RECONNECT_MS = 10  # until the scheduler has bound its socket
 TURN_S = 0.005  # time for which messages are received before the event loop runs other tasks
@@ -33,7 +33,7 @@ class Channel:
         context: zmq.Context[zmq.Socket[bytes]],
         to_scheduler: str,
         to_frontend: str,
-        on_worker: Callable[[Ready | StartFailed | Heartbeat], None],
+        on_worker: Callable[[WorkerMessage], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         """Open both sockets and begin to receive; must be called on the event loop that is to be used."""
@@ -79,7 +79,7 @@ class Channel:
                 return
             try:
                 message = self._decode(frame)
-                is_of_worker = isinstance(message, Ready | StartFailed | Heartbeat)
+                is_of_worker = isinstance(message, WorkerMessage)
                 (self._on_worker if is_of_worker else self.on_output)(message)
             except Exception as error:
                 self._on_error(error)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +18,14 @@ import zmq
 
 from segue.children import describe_exit, import_path
 from segue.config import EngineConfig
+from segue.host import read_number
+from segue.launch.run_dir import RunDir
 from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
 POLL_S = 0.005
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KILL_S = 5.0  # for a killed process to end
 # A step's temporaries are freed and soon allocated again, so malloc keeps their memory, in huge pages. A
 # decode step of one request gets 6 to 9 % faster, and prefill no longer has page faults.
@@ -32,16 +33,6 @@ MALLOC = ":".join(
     f"glibc.malloc.{tunable}"
     for tunable in ("hugetlb=1", "mmap_threshold=1073741824", "trim_threshold=1073741824")
 )
-SOCKET_PATH_MAX = 100  # of the 107 bytes that the kernel allows for a path; the rest is a margin
-
-
-def make_run_dir() -> Path:
-    """Make a private directory for the sockets of one engine. Its path is short enough for sockets."""
-    directory = tempfile.mkdtemp(prefix="segue-")
-    if len(os.fsencode(directory)) > SOCKET_PATH_MAX - len("/to_scheduler"):
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="segue-", dir="/tmp")
-    return Path(directory)
 
 
 def worker_environment(num_workers: int) -> dict[str, str]:
@@ -80,15 +71,27 @@ def cgroup_cores(root: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
 
 
-class WorkerProcesses:
-    """One process per rank. A worker ends when its standard input closes, so also when this process dies."""
+def touched_bytes(pids: Sequence[int]) -> int:
+    """Return the bytes that processes have in memory, and have read so far; those that have ended count 0."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+            total += read_number(Path(f"/proc/{pid}/io"), "rchar") or 0
+    return total
 
-    def __init__(self, config: EngineConfig, run_dir: Path, command: Sequence[str] = WORKER_COMMAND) -> None:
+
+class WorkerProcesses:
+    """One process per rank. It ends when its standard input closes, and is killed when this one dies."""
+
+    def __init__(
+        self, config: EngineConfig, run_dir: RunDir, command: Sequence[str] = WORKER_COMMAND
+    ) -> None:
         """Choose the sockets' addresses in ``run_dir``; ``command`` is the command line of a worker."""
         self._config = config
         self._run_dir = run_dir
         self._command = list(command)
-        self.addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
+        self.addresses = (f"ipc://{run_dir.path}/to_scheduler", f"ipc://{run_dir.path}/to_frontend")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 
@@ -132,8 +135,18 @@ class WorkerProcesses:
             if process.poll() is None:
                 process.kill()
         await self._wait(self._processes, time.monotonic() + KILL_S)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._run_dir.remove()
         return True
+
+    def kill(self) -> None:
+        """Kill all workers at once; any thread may call it. No exit of theirs is reported."""
+        self._stopping = True
+        for process in self._processes:
+            process.kill()
+
+    async def wait_gone(self) -> None:
+        """Wait until all workers have ended, for at most ``KILL_S`` seconds; they must have been killed."""
+        await self._wait(self._processes, time.monotonic() + KILL_S)
 
     async def _wait(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
         """Wait until all ``processes`` have ended, or until ``deadline``, a time of the monotonic clock."""
@@ -146,7 +159,8 @@ class WorkerProcesses:
             "config": asdict(self._config),
             "rank": rank,
             "size": self._config.tp,
-            "run_dir": str(self._run_dir),
+            "run_dir": str(self._run_dir.path),
+            "parent": os.getpid(),
         }
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # the worker has ended, and its watcher reports that
@@ -168,7 +182,9 @@ class EmbeddedScheduler:
 
     addresses = ("inproc://to_scheduler", "inproc://to_frontend")
 
-    def __init__(self, config: EngineConfig, run_dir: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, config: EngineConfig, run_dir: RunDir, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
         """Prepare the thread. ``context`` must be the frontend's: its sockets join threads of one process."""
         self._config = config
         self._run_dir = run_dir
@@ -189,8 +205,14 @@ class EmbeddedScheduler:
         deadline = time.monotonic() + max(polite_s, patience_s)
         while self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._run_dir.remove()
         return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be killed."""
+
+    async def wait_gone(self) -> None:
+        """Do nothing, as :meth:`kill` does."""
 
     def _run(self) -> None:
         """Run the scheduler until it ends or fails, then report the reason."""
@@ -198,7 +220,7 @@ class EmbeddedScheduler:
         try:
             from segue.worker.main import run_scheduler  # imports torch, which takes seconds
 
-            run_scheduler(self._config, self._run_dir, self.addresses, self._context, embedded=True)
+            run_scheduler(self._config, self._run_dir.path, self.addresses, self._context, embedded=True)
         except Exception as error:
             logger.exception("the embedded scheduler failed")
             reason = f"the embedded scheduler failed: {type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -21,13 +21,17 @@ from segue.bootstrap_hosts import BootstrapHosts
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
-from segue.frontend.life import Life, LifeState, WorkerHealth
+from segue.failover.life import Life, LifeState
+from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.launch.channel import Channel
-from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, make_run_dir
+from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
+from segue.launch.rank_calls import RankCalls
+from segue.launch.run_dir import RunDir
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed
+from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartProgress, WorkerMessage
+from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
@@ -41,6 +45,8 @@ ABSENT_STATE: dict[str, Any] = {
 SHUTDOWN_MESSAGE = "the engine is shutting down"  # of requests that a shutdown aborts
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
 STOP_S = 0.8  # that workers have to end before they are killed
+LOADING_POLL_S = 1.0  # between two looks whether the workers get on with their start
+LOADED_BYTES = 1 << 20  # that they must have read or written in order to count as getting on
 LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its last message
 
 
@@ -50,41 +56,58 @@ class Runtime:
     served_model: ServedModel  # what is needed to make requests of a client's body, once the engine is ready
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, *, embedded: bool, command: Sequence[str]
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        *,
+        embedded: bool,
+        command: Sequence[str],
+        life: Life | None = None,
     ) -> None:
         """Open the sockets to the workers, which :meth:`start` then starts.
 
-        ``embedded`` runs the scheduler in this process, and ``command`` starts a worker process.
+        ``life`` is the engine's, if somebody else wants to know it from the beginning. ``embedded`` runs the
+        scheduler in this process, and ``command`` starts a worker process.
         """
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
         self.name = config.served_model_name or source.name  # of the model, as clients use it
-        self.life = Life()
+        self.life = life or Life()
         self.started_at = int(time.time())  # seconds since the epoch
         self.incarnation = uuid.uuid4().hex  # another one for every start: routers tell them apart by it
-        self.epoch = 0  # would grow whenever another process takes the engine's place, which none does yet
+        self.epoch = (
+            0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
+        )
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
         self._vitals: WorkerHealth | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._is_shut_down = False
         self._context: zmq.Context[Any] = zmq.Context()
-        run_dir = make_run_dir()
+        run_dir = RunDir()
         self._workers: WorkerProcesses | EmbeddedScheduler
         if embedded:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
         self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
+        self._ranks = RankCalls(config.tp, self._channel.send)
         self._loop = loop
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, embedded: bool = False, command: Sequence[str] = WORKER_COMMAND
+        cls,
+        config: EngineConfig,
+        *,
+        embedded: bool = False,
+        command: Sequence[str] = WORKER_COMMAND,
+        life: Life | None = None,
     ) -> Runtime:
-        """Resolve the model, start the workers, and wait until they are ready.
+        """Resolve the model, start the workers, and wait until they are ready: then the engine stands by.
+
+        It serves once it was woken by :meth:`begin_wake`, :meth:`wake_ranks` and :meth:`activate`.
 
         Raises:
             SegueError: the model's files are wrong, or a worker could not start.
@@ -96,13 +119,21 @@ class Runtime:
             raise ConfigError(
                 f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
             )
-        source = await _in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        if embedded and config.shadow_mode:
+            raise ConfigError(
+                "shadow_mode=True: an embedded engine dies with its program, so none could take over; use "
+                "`segue serve --shadow-mode`",
+                param="shadow_mode",
+            )
+        source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
-        runtime = cls(config, source, embedded=embedded, command=command)
+        runtime = cls(config, source, embedded=embedded, command=command, life=life)
         try:
             runtime._workers.start(runtime._on_exit)
+            if config.live_during_init == "progress":
+                runtime._watch(runtime._note_loading())
             files = source.tokenizer_directory
-            tokenizer = None if files is None else await _in_thread(partial(Tokenizer.load, files))
+            tokenizer = None if files is None else await in_thread(partial(Tokenizer.load, files))
             ready = await runtime._ready
             runtime._manager = TokenizerManager(
                 tokenizer,
@@ -122,13 +153,61 @@ class Runtime:
             )
             if runtime.life.error is not None:  # a worker has ended since it was ready
                 raise EngineStartError(runtime.life.error.message)
-            runtime.life.advance(LifeState.ACTIVE)
+            runtime._enter(LifeState.STANDBY)
             if not embedded:  # an embedded scheduler is part of this process, and is not watched
-                runtime._watching = runtime._loop.create_task(runtime._check_workers_forever())
+                runtime._watch(runtime._check_workers_forever())
+                if config.probed_port is not None:
+                    runtime._watch(
+                        runtime._ranks.ping_forever(lambda: runtime.life.state is LifeState.STANDBY)
+                    )
         except BaseException:
             await runtime.shutdown()
             raise
         return runtime
+
+    @classmethod
+    async def start_active(
+        cls, config: EngineConfig, *, embedded: bool = False, command: Sequence[str] = WORKER_COMMAND
+    ) -> Runtime:
+        """Start an engine that serves at once, without a server.
+
+        Raises:
+            SegueError: as :meth:`start`.
+        """
+        if config.shadow_mode:
+            raise ConfigError(
+                "shadow_mode=True: only a server can stand by; use `segue serve --shadow-mode`",
+                param="shadow_mode",
+            )
+        runtime = await cls.start(config, embedded=embedded, command=command)
+        try:
+            runtime.begin_wake()
+            await runtime.wake_ranks(epoch=0)
+            runtime.activate()
+        except BaseException:
+            await runtime.shutdown()
+            raise
+        return runtime
+
+    def begin_wake(self, within_s: float | None = None) -> None:
+        """Leave STANDBY, in order to serve within so many seconds; None: there is no limit."""
+        self._enter(LifeState.WAKING, within_s=within_s)
+
+    async def wake_ranks(self, epoch: int, timeout_s: float = 0.0) -> None:
+        """Serve under this epoch from now on, and have every rank take its memory.
+
+        A rank that was not told of the end of the wake within ``timeout_s`` seconds ends itself; 0: never.
+
+        Raises:
+            SegueError: a rank cannot wake, or the engine has ended.
+        """
+        self.epoch = epoch
+        await self._ranks.wake(timeout_s)
+
+    def activate(self) -> None:
+        """End the wake: the engine serves."""
+        self._enter(LifeState.ACTIVE)
+        self._ranks.end_wake()
 
     @property
     def manager(self) -> TokenizerManager:
@@ -147,6 +226,11 @@ class Runtime:
         """Whether the engine counts as hung."""
         self._check_workers()
         return self.life.hung is not None
+
+    @property
+    def silent_s(self) -> float:
+        """The seconds since the last answer of the rank that has been silent for longest."""
+        return self._ranks.silent_s
 
     @property
     def heartbeat_ages(self) -> list[float]:
@@ -201,14 +285,9 @@ class Runtime:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._manager is not None and self.life.error is None and self._manager.num_requests:
-            self._manager.abort(abort_all=True, message=SHUTDOWN_MESSAGE)
-            try:
-                await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
-            except TimeoutError:
-                logger.warning("%d requests did not end at shutdown", self._manager.num_requests)
+        for task in self._watching:
+            task.cancel()
+        await self.end_requests()
         # Workers of an engine that has failed, or never was ready, are not waited for.
         polite_s = STOP_S / 2 if self._manager is not None and self.life.error is None else 0.0
         self._end(EngineDeadError("the engine was shut down"))
@@ -220,10 +299,31 @@ class Runtime:
         if ended:  # else a scheduler thread holds sockets, and this call would wait for it
             self._context.term()
 
-    def drain(self) -> None:
-        """Refuse new requests from now on. Requests in flight go on."""
+    def fail(self, error: SegueError) -> None:
+        """End the engine because it must not go on, for instance since another one has its place."""
+        self._die(error)
+
+    def kill_workers(self) -> None:
+        """Kill the worker processes at once; any thread may call it."""
+        self._workers.kill()
+
+    async def workers_gone(self) -> None:
+        """Wait until killed workers have ended: then nobody uses the engine's memory any more."""
+        await self._workers.wait_gone()
+
+    def drain(self, within_s: float | None = None) -> None:
+        """Refuse new requests from now on. Requests in flight go on for ``within_s`` s; None: for ever."""
         if self.life.state in (LifeState.ACTIVE, LifeState.DRAINED):
-            self.life.advance(LifeState.DRAINING)
+            self._enter(LifeState.DRAINING, within_s=within_s)
+
+    async def end_requests(self) -> None:
+        """End the requests in flight with their output so far, as a shutdown does, and wait for that."""
+        if self._manager is not None and self.life.error is None and self._manager.num_requests:
+            self._manager.abort(abort_all=True, message=SHUTDOWN_MESSAGE)
+            try:
+                await asyncio.wait_for(self._manager.wait_idle(), ABORT_S)
+            except TimeoutError:
+                logger.warning("%d requests did not end at shutdown", self._manager.num_requests)
 
     def set_drained(self, drained: bool) -> None:
         """Refuse new requests, or take them again. Requests in flight go on.
@@ -237,8 +337,33 @@ class Runtime:
             raise self.life.trouble
         state = LifeState.DRAINED if drained else LifeState.ACTIVE
         if state is not self.life.state:
-            self.life.advance(state)
+            self._enter(state)
             logger.info("an operator drains the engine" if drained else "the engine takes requests again")
+
+    def _enter(
+        self, state: LifeState, error: SegueError | None = None, *, within_s: float | None = None
+    ) -> None:
+        """Enter the next state of the engine's life, and log it: nothing else does."""
+        before = self.life.state
+        seconds = self.life.advance(state, error, within_s=within_s)
+        logger.debug("%s after %.3f s of %s", state.name, seconds, before.name)
+
+    def _stands_by(self) -> bool:
+        return self.life.state is LifeState.STANDBY
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until the shutdown."""
+        self._watching.append(self._loop.create_task(work))
+
+    async def _note_loading(self) -> None:
+        """Note as progress of the start that the workers have read or written memory, until it has ended."""
+        known = 0
+        while self.life.state is LifeState.INIT:
+            now = touched_bytes(self.worker_pids)
+            if abs(now - known) >= LOADED_BYTES:
+                known = now
+                self.life.note_progress()
+            await asyncio.sleep(LOADING_POLL_S)
 
     async def _check_workers_forever(self) -> None:
         """Judge the heartbeats twice per period, as a task, until the shutdown cancels it."""
@@ -264,7 +389,7 @@ class Runtime:
             logger.warning("the engine answers again")
             self.life.hung = None
 
-    def _receive(self, message: Ready | StartFailed | Heartbeat) -> None:
+    def _receive(self, message: WorkerMessage) -> None:
         """Take what a worker says of itself; the tokenizer manager takes all other messages."""
         match message:
             case Ready() if not self._ready.done():
@@ -273,6 +398,12 @@ class Runtime:
                 self._fail_start(error_of(message.kind, message.message))
             case Heartbeat() if self._vitals is not None:
                 self._vitals.note(message, time.monotonic())
+            case StartProgress():
+                self.life.note_progress()
+            case RankAnswer():
+                self._ranks.take(message)
+            case Ready() | Heartbeat():  # a second one, or one from before the engine is watched
+                pass
 
     def _on_error(self, error: Exception) -> None:
         """End the engine: a message was lost, so requests could wait forever."""
@@ -311,18 +442,20 @@ class Runtime:
         """End a running engine that cannot go on, and tell who waits for :attr:`died`. Not for a shutdown."""
         if self.life.error is None:
             logger.error("%s", error.message)
+            self._workers.kill()  # none of them can go on without the others
             self._end(error)
             self.died.set_result(error)
 
     def _end(self, error: SegueError) -> None:
         """Mark the engine as dead, and end every request and call with the error; the first error stays."""
         if self.life.error is None:
-            self.life.advance(LifeState.DEAD, error)
+            self._enter(LifeState.DEAD, error)
+            self._ranks.fail(error)
             if self._manager is not None:
                 self._manager.die(error)
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """Return the result of ``work``, done in a thread of its own.
 
     As ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled: so a start

@@ -34,6 +34,10 @@ class RankMemory(Protocol):
         """Return zeroed bytes for the KV cache."""
         ...
 
+    def wake(self) -> None:
+        """Take what an engine that stands by does not have: called once, before the engine serves."""
+        ...
+
     def stage(self, layout: Layout, place: Place) -> Arena:
         """Return an arena for staged weights, with undefined contents.
 
@@ -65,6 +69,9 @@ class PrivateMemory:
     def take_kv(self, num_bytes: int) -> Tensor:
         """See `RankMemory.take_kv`."""
         return backing.zeros(num_bytes, self.device)
+
+    def wake(self) -> None:
+        """See `RankMemory.wake`: an engine with memory of its own has all of it from the start."""
 
     def stage(self, layout: Layout, place: Place) -> Arena:
         """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""

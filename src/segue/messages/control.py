@@ -8,6 +8,7 @@ import msgspec
 
 from segue.messages.fleet import Role, WorkerLoad
 from segue.messages.kv import KVIdentity
+from segue.messages.life import LifeMessage, RankAnswer
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import Call, WeightAnswer, WeightCall, WeightNotice, WithdrawCall
@@ -70,6 +71,7 @@ FrontendMessage = (
     | GetLoad
     | SetRole
     | Shutdown
+    | LifeMessage
     | WeightCall
     | WithdrawCall
 )
@@ -128,6 +130,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     role: Role = "both"
     control_address: str | None = None  # where KV is handed over; None: nowhere
     graphs: dict[str, GraphCost] = {}  # by kind; empty: steps run eagerly
+
+
+class StartProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Reports that a rank has ended a step of its start."""
+
+    rank: int
+    step: str
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -267,4 +276,6 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
 
 
 CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer
-SchedulerMessage = Ready | StartFailed | Heartbeat | SchedulerOutput | Rejected | CallAnswer | WeightNotice
+# What the workers say of themselves.
+WorkerMessage = Ready | StartFailed | StartProgress | Heartbeat | RankAnswer
+SchedulerMessage = WorkerMessage | SchedulerOutput | Rejected | CallAnswer | WeightNotice

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
@@ -85,6 +87,18 @@ class ModelRunner:
         """
         if (output := self._recent.get(step)) is not None:  # an older one has ended
             output.queue_behind()
+
+    def deep_ping(self) -> None:
+        """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
+        self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
+
+    def wake(self) -> None:
+        """Take what the runner lacks in order to serve, on the stream of the steps.
+
+        Raises:
+            Exception: the memory cannot be had; the engine cannot serve.
+        """
+        self.on_stream(self._startup.memory.wake)
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""

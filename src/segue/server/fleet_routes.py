@@ -23,7 +23,7 @@ from segue.api.fleet import DrainRequest, RoleChanged, RoleRequest
 from segue.api.schema import body_schema
 from segue.api.validation import parse
 from segue.errors import SegueError
-from segue.frontend.life import LifeState
+from segue.failover.life import LifeState
 from segue.host import boot_id
 from segue.launch.runtime import Runtime
 from segue.messages.control import EngineLoad
@@ -75,6 +75,8 @@ def record_of(runtime: Runtime) -> WorkerRecord:
     return WorkerRecord(
         worker_id=f"{socket.gethostname()}-{os.getpid()}",
         url=f"http://{host}:{config.port}",
+        cohort=config.cohort if runtime.epoch else "",
+        epoch=runtime.epoch,
         incarnation=runtime.incarnation,
         boot_id=boot_id(),
         kv_address=runtime.manager.control_address or "",

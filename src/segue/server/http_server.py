@@ -62,6 +62,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._connections = Connections(limits)
         self._accepting: set[asyncio.Task[None]] = set()
+        self.accepts = asyncio.Event()  # set once clients are accepted
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept clients with :class:`Connection` as their protocol."""
@@ -71,6 +72,7 @@ class HttpServer(uvicorn.Server):
             accept = partial(self._accept_more, listener)
             create: Any = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
             self.servers.append(await create(accept, sock=listener, backlog=BACKLOG))
+        self.accepts.set()
 
     async def on_tick(self, counter: int) -> bool:
         """Check the connections; uvicorn calls this every 0.1 s."""

@@ -1,23 +1,28 @@
-"""Runs the server process: listen, load the model, serve, drain and stop."""
+"""Runs the server process: load the model, stand by or serve at once, drain and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-from segue.config import EngineConfig
+from segue.config import EngineConfig, parse_endpoints
+from segue.errors import LockLostError
+from segue.failover.life import Life
+from segue.failover.system_health import SystemHealth
 from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
-from segue.listener import listen, url_of
 from segue.logs import logger
-from segue.server.app import create_app
-from segue.server.connections import ConnectionLimits, raise_descriptor_limit
-from segue.server.http_server import HttpServer, first_of, on_signals
-from segue.server.registration import keep_registered
+from segue.server.connections import raise_descriptor_limit
+from segue.server.endpoint import EngineEndpoint
+from segue.server.http_server import first_of, on_signals
+from segue.server.shadow import Membership, Takeover
+from segue.server.system_app import ProbedEngine, SystemServer
 
 POLL_S = 0.02  # between two looks whether the running requests have ended
+REPLIES_S = 0.3  # for the ends of requests to be written to their clients, when another engine takes over
 
 
 async def serve(
@@ -26,70 +31,135 @@ async def serve(
     on_ready: Callable[[Runtime, str], None],
     command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
-    """Serve until a signal or the engine's death; returns the exit code: 0 only after a signal.
+    """Serve until a signal or the engine's death; returns the exit code: 0 after a signal or hand-over.
 
     ``on_ready`` is called with the engine and the server's URL, and ``command`` starts a worker process.
 
-    While the model loads, requests are answered 503. SIGTERM first lets running requests end, for at most
-    ``--drain-s`` seconds; SIGINT and any second signal abort them at once. The soft limit of open files is
-    raised for this process and its workers.
+    While the model loads, requests are answered 503; with ``--shadow-mode`` the API port refuses connections
+    until the engine serves. SIGTERM first lets running requests end, for at most ``--drain-s`` seconds,
+    unless another engine takes over; SIGINT and any second signal abort them at once. The soft limit of open
+    files is raised for this process and its workers.
 
     Raises:
-        SegueError: the port was taken meanwhile, or the engine cannot start.
+        SegueError: the port was taken meanwhile, or the engine cannot start or cannot wake.
     """
-    listen(listener)
+    membership = Membership(config) if config.shadow_mode else None
     raise_descriptor_limit()
-    app = create_app(config)
-    server = HttpServer(app, ConnectionLimits.of_this_process(config.max_body_mib), config.log_level)
+    listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")
+    health = SystemHealth(config.system_starting_health_status, listed)
+    engine = ProbedEngine(config=config, life=Life(), health=health)
+    endpoint = EngineEndpoint(config, listener, health)
+    system = None if config.probed_port is None else SystemServer(engine, config.probed_port)
+    if membership is None:
+        endpoint.listen()
     stop, at_once = on_signals()
-    http = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(Runtime.start(config, command=command))
+    starting = asyncio.create_task(Runtime.start(config, command=command, life=engine.life))
     stopping = asyncio.create_task(stop.wait())
-    runtime: Runtime | None = None
-    registering: asyncio.Task[None] | None = None
     try:
-        await first_of(starting, stopping, http)
+        await first_of(starting, stopping, endpoint.closed)
         if not starting.done():
             return 0 if stop.is_set() else 1
-        runtime = app.state.runtime = starting.result()
+        runtime = engine.runtime = starting.result()
         freeze_heap()  # what the start has made stays until the end
-        on_ready(runtime, url_of(listener))
-        registering = asyncio.create_task(keep_registered(config, url_of(listener)))
-        await first_of(stopping, http, runtime.died)
-        if runtime.died.done():
-            text = "the engine is dead; /health answers 503 for %g s, then the server ends"
-            logger.error(text, config.exit_grace)
-            await first_of(stopping, http, timeout=config.exit_grace)
-        elif stopping.done():
-            await _drain(runtime, server, config.drain_s, lambda: at_once.is_set() or http.done())
-        return 0 if stopping.done() and not runtime.died.done() else 1
+        health.set_health_status("ready")
+        engine.takeover = Takeover(runtime, endpoint, membership)
+        server = _Server(runtime, endpoint, engine.takeover, membership)
+        return await server.run(stopping, at_once, lambda: on_ready(runtime, endpoint.url))
     finally:
         stopping.cancel()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        if registering is not None:
-            registering.cancel()
-            await asyncio.gather(registering, return_exceptions=True)
-        if runtime is not None:
-            await runtime.shutdown()
-        server.should_exit = True
-        await http
+        if engine.takeover is not None:
+            await engine.takeover.close()
+        await endpoint.withdraw()
+        if engine.runtime is not None:
+            await engine.runtime.shutdown()
+        if membership is not None:
+            membership.lock.release()  # no worker of this engine runs any more
+        await endpoint.close()
+        if system is not None:
+            await system.close()
 
 
-async def _drain(runtime: Runtime, server: HttpServer, seconds: float, is_over: Callable[[], bool]) -> None:
-    """Refuse new requests; return when the running ones have ended, or must be aborted.
+class _Server:
+    """An engine that stands by or serves, and all that can happen to it."""
 
-    They must be aborted after ``seconds``, or as soon as ``is_over`` says that there is no more time.
-    """
-    manager = runtime.manager
-    runtime.drain()
-    for connection in list(server.server_state.connections):
-        connection.shutdown()  # closes an idle connection now, others after their reply
-    if manager.num_requests and seconds and not is_over():
-        text = "%d requests have %g s to end; another signal ends them at once"
-        logger.info(text, manager.num_requests, seconds)
-    deadline = asyncio.get_running_loop().time() + seconds
-    while manager.num_requests or server.server_state.tasks:  # in flight, or their replies not yet written
-        if is_over() or runtime.died.done() or asyncio.get_running_loop().time() >= deadline:
-            return
-        await asyncio.sleep(POLL_S)
+    def __init__(
+        self, runtime: Runtime, endpoint: EngineEndpoint, takeover: Takeover, membership: Membership | None
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._takeover = takeover
+        self._membership = membership
+        self._config = runtime.config
+
+    async def run(
+        self, stopping: asyncio.Task[Literal[True]], at_once: asyncio.Event, on_ready: Callable[[], None]
+    ) -> int:
+        """Return the exit code once the engine has ended, or is to end; call ``on_ready`` when it serves.
+
+        Raises:
+            SegueError: the engine cannot wake.
+        """
+        runtime, closed = self._runtime, self._endpoint.closed
+        await first_of(self._takeover.task, stopping, closed, runtime.died)
+        if self._takeover.task.done() and not runtime.died.done():
+            self._takeover.task.result()
+            on_ready()
+            asked = asyncio.create_task(self._takeover.hand_over_asked.wait())
+            await first_of(stopping, closed, runtime.died, asked)
+            asked.cancel()
+        is_asked = stopping.done() or self._takeover.hand_over_asked.is_set()
+        if runtime.died.done():
+            await self._die(stopping)
+        elif is_asked and self._takeover.task.done():
+            if self._membership is not None and not at_once.is_set() and self._membership.has_standby:
+                await self._hand_over(self._membership)
+            else:
+                await self._drain(lambda: at_once.is_set() or closed.done())
+        return 0 if is_asked and not runtime.died.done() else 1
+
+    async def _die(self, stopping: asyncio.Task[Literal[True]]) -> None:
+        """Let another engine take over at once, and show for ``--exit-grace`` that this one is dead."""
+        runtime, grace_s = self._runtime, self._config.exit_grace
+        await self._endpoint.withdraw()
+        await runtime.workers_gone()
+        if self._membership is not None:
+            self._membership.lock.release()
+        if isinstance(runtime.life.error, LockLostError):
+            return  # another engine serves, and clients must not find this one
+        logger.error("the engine is dead; /health answers 503 for %g s, then the server ends", grace_s)
+        await first_of(stopping, self._endpoint.closed, timeout=grace_s)
+
+    async def _hand_over(self, membership: Membership) -> None:
+        """End the requests so that a router sends them to the engine that waits, and let that one wake."""
+        runtime, server = self._runtime, self._endpoint.server
+        logger.info("another engine takes over")
+        runtime.drain(self._config.drain_s)
+        await self._endpoint.withdraw()
+        await runtime.end_requests()
+        deadline = asyncio.get_running_loop().time() + REPLIES_S
+        while server.server_state.tasks and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_S / 10)
+        runtime.kill_workers()
+        await runtime.workers_gone()
+        membership.lock.release()
+
+    async def _drain(self, is_over: Callable[[], bool]) -> None:
+        """Refuse new requests; return when the running ones have ended, or must be aborted.
+
+        They must be aborted after ``--drain-s``, or as soon as ``is_over`` says that there is no more time.
+        """
+        runtime, server, seconds = self._runtime, self._endpoint.server, self._config.drain_s
+        manager = runtime.manager
+        runtime.drain(seconds)
+        for connection in list(server.server_state.connections):
+            connection.shutdown()  # closes an idle connection now, others after their reply
+        if manager.num_requests and seconds and not is_over():
+            text = "%d requests have %g s to end; another signal ends them at once"
+            logger.info(text, manager.num_requests, seconds)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while manager.num_requests or server.server_state.tasks:  # in flight, or replies not yet written
+            if is_over() or runtime.died.done() or asyncio.get_running_loop().time() >= deadline:
+                return
+            await asyncio.sleep(POLL_S)

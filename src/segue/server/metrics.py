@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from segue.disagg.lease import LeaseState
 from segue.disagg.offer import OfferState
+from segue.failover.life import Life, LifeState
 from segue.frontend.stats import Histogram, Stats
 from segue.launch.runtime import Runtime
 from segue.messages.control import HandoverCounters, LapsCounters, PauseMode
@@ -34,8 +35,30 @@ routes = Routes(Access.METRICS, "Health")
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus' text format."""
-    collector = EngineCollector(request.app.state.runtime)
+    runtime: Runtime | None = request.app.state.runtime
+    return _exposition(EngineCollector(runtime))
+
+
+def metrics_of(runtime: Runtime | None, life: Life, name: str) -> Response:
+    """Returns the metrics of an engine in any state; ``name`` is that of its model until it is loaded."""
+    return _exposition(LifeCollector(life, name) if runtime is None else EngineCollector(runtime))
+
+
+def _exposition(collector: Collector) -> Response:
     return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
+
+
+class LifeCollector(Collector):
+    """Collects the metrics of an engine that starts."""
+
+    def __init__(self, life: Life, name: str) -> None:
+        self._life = life
+        self._name = name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics."""
+        gauge, counter = partial(_metric, GaugeMetricFamily), partial(_metric, CounterMetricFamily)
+        yield from _life_metrics(self._life, 0, partial(gauge, self._name), partial(counter, self._name))
 
 
 class EngineCollector(Collector):
@@ -60,6 +83,7 @@ class EngineCollector(Collector):
         manager, stats, now = runtime.manager, runtime.manager.stats, runtime.manager.stats.counters
         pages = manager.ready.limits.num_pages
         live = (now.used_pages - now.cached_pages) / pages
+        yield from _life_metrics(runtime.life, runtime.epoch, gauge, counter)
         yield gauge("num_requests_running", "Running requests.", now.num_running)
         yield gauge("num_requests_waiting", "Waiting requests.", now.num_waiting)
         text = "KV pages of live requests and the prefix cache; 1 is full."
@@ -118,6 +142,15 @@ class EngineCollector(Collector):
         if now.handover is not None:
             page_bytes = manager.ready.kv_bytes // (pages + 1)  # the pool has a scratch page
             yield from _handover_metrics(now.handover, page_bytes, gauge, counter)
+
+
+def _life_metrics(life: Life, epoch: int, gauge: _Make, counter: _Make) -> Iterator[Metric]:
+    """Yields the metrics of an engine's life."""
+    states = {state.name.lower(): state is life.state for state in LifeState}
+    yield gauge("engine_state", "Whether the engine is in a state.", states, "state")
+    yield gauge("wake_seconds", "Seconds of the wake, by phase.", life.wake_phases, "phase")
+    yield gauge("epoch", "The epoch under which the engine serves; 0: it is in no cohort, or asleep.", epoch)
+    yield counter("failovers", "Wakes in the place of another engine.", life.num_failovers)
 
 
 def _laps_metrics(

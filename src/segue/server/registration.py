@@ -22,24 +22,32 @@ LEAVE_S = 0.5  # the same, when the server is shutting down
 MOST_BYTES = 4096  # of an answer, that are read for its message
 
 
-async def keep_registered(config: EngineConfig, url: str) -> None:
+async def keep_registered(config: EngineConfig, url: str, *, epoch: int = 0) -> None:
     """Register at every router of ``--register``, until this is cancelled; then the registrations end.
 
-    A router that cannot be reached is tried again at the next turn. ``url`` is the server's own one.
+    A router that cannot be reached is tried again at the next turn. ``url`` is the server's own one. With an
+    ``epoch`` the server is registered as the one of its cohort that serves.
     """
     routers = [] if config.register is None else parse_urls(config.register, "register")
-    await asyncio.gather(*(_keep_registered(router, config, url) for router in routers))
+    await asyncio.gather(*(_keep_registered(router, config, url, epoch) for router in routers))
 
 
-async def _keep_registered(router: str, config: EngineConfig, url: str) -> None:
+async def _keep_registered(router: str, config: EngineConfig, url: str, epoch: int) -> None:
     problem: str | None = ""  # of the last try; None: it succeeded; "": there was none
     own_url = config.register_url or ""
+    cohort = config.cohort if epoch else ""
+
+    def registration(ttl_s: float) -> Register:
+        return Register(url=own_url, cohort=cohort, epoch=epoch, ttl_s=ttl_s)
+
     try:
         while True:
             before = problem
             try:
                 own_url = own_url or await asyncio.to_thread(reachable_url, url, router)
-                problem = await asyncio.to_thread(_post, router, config, own_url, REGISTER_TTL_S, ANSWER_S)
+                problem = await asyncio.to_thread(
+                    _post, router, config, registration(REGISTER_TTL_S), ANSWER_S
+                )
             except OSError as error:  # the router's name is not known
                 problem = str(error)
             if problem != before and problem is not None:
@@ -50,7 +58,7 @@ async def _keep_registered(router: str, config: EngineConfig, url: str) -> None:
     finally:
         if own_url and not problem:
             with suppress(asyncio.CancelledError):
-                await asyncio.to_thread(_post, router, config, own_url, 0.0, LEAVE_S)
+                await asyncio.to_thread(_post, router, config, registration(0.0), LEAVE_S)
 
 
 def reachable_url(url: str, router: str) -> str:
@@ -71,9 +79,9 @@ def reachable_url(url: str, router: str) -> str:
     return url
 
 
-def _post(router: str, config: EngineConfig, url: str, ttl_s: float, timeout_s: float) -> str | None:
-    """Register at a router for ``ttl_s`` seconds; returns what went wrong, None: nothing."""
-    body = encode(Register(url=url, ttl_s=ttl_s))
+def _post(router: str, config: EngineConfig, registration: Register, timeout_s: float) -> str | None:
+    """Register at a router; returns what went wrong, None: nothing."""
+    body = encode(registration)
     try:
         with open_url(f"{router}/workers", body, api_key=config.register_key, timeout_s=timeout_s) as reply:
             if reply.status < 300:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from segue.errors import EngineStartError
-from segue.frontend.life import STARTING
+from segue.failover.life import STARTING
 from segue.launch.runtime import Runtime
 
 

@@ -46,6 +46,7 @@ from segue.messages.kv import (
     WritersGone,
 )
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
+from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
 from segue.messages.weight_update import WeightCall, WithdrawCall
@@ -54,6 +55,7 @@ from segue.scheduler.invariants import find_problems
 from segue.scheduler.load import load_of
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
+from segue.worker.rank_life import RankLife
 from segue.worker.throughput import Throughput
 
 if TYPE_CHECKING:  # these need torch, which these loops do not
@@ -95,6 +97,7 @@ class SchedulerLoop:
 
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
+        self._life = RankLife(self.runner, self._send)
         self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
@@ -286,6 +289,8 @@ class SchedulerLoop:
             case LinkOpened() | LinkMessage() | LinkClosed():
                 assert self.kv_links is not None
                 self.kv_links.on_event(event, now)
+            case RankAnswer():
+                self._send(event)
             case Drained() | RankJoined():
                 raise AssertionError(f"a rank sent {type(event).__name__}, which nobody awaits")
             case _:
@@ -335,6 +340,9 @@ class SchedulerLoop:
             case GetLoad():
                 refused = {} if self.kv_links is None else self.kv_links.refused(time.monotonic())
                 self._send(load_of(self.scheduler, message.call, refused))
+            case PingRanks() | WakeRanks() | EndWake():
+                self._send_to_followers(message)
+                self._life.handle(message)
             case Shutdown():
                 self._running = False
         if finished:
@@ -397,6 +405,7 @@ def follow(
     """
     decode = msgspec.msgpack.Decoder(RankMessage).decode
     in_flight: deque[ForwardOutput] = deque()
+    life = RankLife(runner, send)
     while True:
         turn.rest()
         frame = messages.recv()
@@ -410,6 +419,8 @@ def follow(
                 while in_flight:
                     in_flight.popleft().result()
                 send(Drained())
+            case PingRanks() | WakeRanks() | EndWake():
+                life.handle(message)
             case ConnectPeer() | DisconnectPeer() | PushPages() | VerifyPages() | BanWriters():
                 assert mover is not None, "KV is handed over although --role is both"
                 mover.handle(message)

@@ -1,7 +1,7 @@
 """The worker process of one tensor-parallel rank, and rank 0's engine, which may also run embedded.
 
 It is started as ``python -m segue.worker.main`` with one line of JSON on standard input. The input then stays
-open as a lifeline: when it closes, because the frontend ended in whatever way, the worker ends at once.
+open as a lifeline: when it closes, the worker ends. If the frontend has ended, the kernel kills the worker.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from segue.config import EngineConfig, Role
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
-from segue.host import freeze_heap, wake_at_parents_end
+from segue.host import end_with_parent, freeze_heap
 from segue.logs import configure, logger
-from segue.messages.control import InitStep, Ready, StartFailed
+from segue.messages.control import InitStep, Ready, StartFailed, StartProgress
 from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
@@ -137,6 +137,7 @@ def start_runner(
         steps.append(step)
         size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
         detail = f" ({step.detail})" if step.detail else ""
+        outbox.send(msgspec.msgpack.encode(StartProgress(tp.rank, step.name)))
         logger.info(
             "start %2d/%d %s: %.2f s%s%s", len(steps), num_steps, step.name, step.seconds, size, detail
         )
@@ -227,18 +228,20 @@ def _run_follower(
 
 
 def _watch_lifeline(run_dir: Path) -> None:
-    """End this process once standard input (descriptor 0) closes: then the frontend has ended."""
+    """End this process once standard input (descriptor 0) closes: the frontend closes it, or has ended."""
     while os.read(0, 1024):
         pass
-    shutil.rmtree(run_dir, ignore_errors=True)  # a parent that was killed could not remove it
+    shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(0)
 
 
 def main() -> None:
     """The entry point of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
-    wake_at_parents_end()
+    end_with_parent()
     spec = json.loads(sys.stdin.buffer.readline())
+    if os.getppid() != spec["parent"]:  # it ended before the kernel knew that this process must end with it
+        os._exit(0)
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
     threading.Thread(target=_watch_lifeline, args=(run_dir,), name="lifeline", daemon=True).start()

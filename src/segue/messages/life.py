@@ -1,0 +1,45 @@
+"""The messages of an engine's life: the frontend sends them to rank 0, which sends them on to every rank.
+
+Each rank answers a :class:`PingRanks` and a :class:`WakeRanks` by itself, with a :class:`RankAnswer`, which
+rank 0 sends on to the frontend.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from segue.messages.weight_update import Call
+
+
+class PingRanks(Call, frozen=True, tag=True, array_like=True):
+    """Asks every rank whether it lives.
+
+    With ``is_deep`` a rank first runs a tiny operation on the stream of the steps, and waits for it. That
+    shows that its device works; but it also waits for all steps before it, so it is for ranks without steps.
+    """
+
+    is_deep: bool
+
+
+class WakeRanks(Call, frozen=True, tag=True, array_like=True):
+    """Has every rank prepare to serve. An answer means that the rank has all of its memory.
+
+    A rank that has not received :class:`EndWake` after ``timeout_s`` seconds ends itself; 0: there is no
+    limit.
+    """
+
+    timeout_s: float
+
+
+class EndWake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Says that the engine is awake. There is no answer."""
+
+
+class RankAnswer(Call, frozen=True, tag=True, array_like=True):
+    """The answer of one rank to a ping or a wake."""
+
+    rank: int
+    error: str = ""  # why the rank cannot wake; "": it can
+
+
+LifeMessage = PingRanks | WakeRanks | EndWake

@@ -1,0 +1,108 @@
+"""Sends an engine the test request, which shows that it generates, and generates what it should."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from pathlib import Path
+
+from segue.config import HealthStatus
+from segue.errors import OverloadedError, PausedError, SegueError, WakeError
+from segue.failover import canary
+from segue.failover.canary import NUM_OUTPUT_TOKENS, CanaryNote
+from segue.frontend.request import MAX_PRIORITY, GenerateRequest
+from segue.frontend.sampling_options import SamplingOptions
+from segue.launch.runtime import Runtime
+from segue.logs import logger
+
+FLUSH_S = 1.0  # for the request to give its pages back
+
+
+async def generate(runtime: Runtime) -> CanaryNote:
+    """Returns what the engine makes of the test request. It goes ahead of the queue.
+
+    Raises:
+        SegueError: the engine cannot generate.
+    """
+    num_tokens = 1 if runtime.manager.role == "prefill" else NUM_OUTPUT_TOKENS  # it makes no more alone
+    request = GenerateRequest(
+        rid=f"canary-{uuid.uuid4().hex}",
+        prompt=canary.prompt(runtime.manager.ready.vocab_size),
+        options=SamplingOptions(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0),
+        priority=MAX_PRIORITY,
+    )
+    with await runtime.manager.submit([request], is_canary=True) as call:
+        (output,) = await call.outputs()
+    logprobs = [entry.logprob for entry in output.logprobs]
+    is_whole = len(output.token_ids) == len(logprobs) == num_tokens
+    if not is_whole or not all(map(math.isfinite, logprobs)):
+        found = f"tokens {output.token_ids} with logprobs {logprobs}"
+        raise WakeError(f"the test request gave {found}; {num_tokens} finite ones were expected")
+    return CanaryNote(output.token_ids, logprobs)
+
+
+async def check(runtime: Runtime, directory: Path) -> None:
+    """Generate the test request, compare it with the note of the cohort, and leave no trace in the cache.
+
+    Raises:
+        SegueError: the engine cannot generate, or generates something else than its predecessors.
+    """
+    began = time.monotonic()
+    found = await generate(runtime)
+    flushed = await runtime.manager.flush_cache(FLUSH_S)
+    if not flushed.success:
+        raise WakeError(f"the pages of the test request cannot be given back: {flushed.error_msg}")
+    path = canary.path_of(directory, runtime.config.cohort, facts_of(runtime))
+    expected = canary.read(path)
+    if expected is None:
+        canary.write(path, found)
+    elif text := canary.difference(expected, found, is_exact=runtime.config.deterministic):
+        raise WakeError(
+            f"the test request gave {found}, unlike on the engine before: {text}. This engine's memory or "
+            f"device may be damaged; if all engines say so, delete {path}"
+        )
+    logger.info("the test request took %.0f ms", (time.monotonic() - began) * 1e3)
+
+
+def facts_of(runtime: Runtime) -> list[object]:
+    """Returns what engines must have in common to generate the same."""
+    config, ready, source = runtime.config, runtime.manager.ready, runtime.source
+    files = [source.gguf] if source.gguf is not None else sorted(source.directory.glob("*.safetensors"))
+    weights = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    drawn = config.seed if source.format == "dummy" else None
+    return [
+        *(source.directory, source.format, source.config, weights, drawn, runtime.manager.weights.version),
+        *(
+            ready.device.partition(":")[0],
+            ready.dtype,
+            ready.attention_backend,
+            config.tp,
+            config.deterministic,
+        ),
+        runtime.manager.role == "prefill",
+    ]
+
+
+def may_generate(runtime: Runtime) -> bool:
+    """Whether nothing keeps the engine from generating: no pause, no weight update, no trouble."""
+    manager = runtime.manager
+    is_free = manager.stats.counters.paused is None and manager.weights.state == "idle"
+    return is_free and runtime.trouble is None
+
+
+async def status(runtime: Runtime) -> HealthStatus:
+    """Generate the test request on an engine that serves; returns whether its endpoint is ready by that."""
+    try:
+        await asyncio.wait_for(generate(runtime), runtime.config.stall_s)
+    except (OverloadedError, PausedError):
+        return "ready"  # it has other work, or was paused meanwhile
+    except (SegueError, TimeoutError) as error:
+        if not may_generate(runtime):
+            return "ready"  # it was paused meanwhile, for instance; `Life` knows all else that may be wrong
+        logger.error(
+            "the health check failed: %s", str(error) or f"no answer in {runtime.config.stall_s:g} s"
+        )
+        return "notready"
+    return "ready"
