@@ -132,9 +132,7 @@ def _engine_name(config: ClusterConfig, worker: str, number: int) -> str:
     return f"{'engine' if config.size.total == 1 else worker}-{ascii_lowercase[number]}"
 
 
-def _standing_by(
-    engine: EngineConfig, host: ClusterHost, cohort: str, name: str, place: int
-) -> EngineConfig:
+def _standing_by(engine: EngineConfig, host: ClusterHost, cohort: str, name: str, place: int) -> EngineConfig:
     """Return the options of an engine that serves when no other one of its cohort does."""
     return replace(
         engine,

@@ -153,7 +153,7 @@ class ClusterConfig:
         shared = {name: getattr(engine, name) for name in (_ROUTER & defaults.keys())}
         given = os.environ if environ is None else environ
         routing = {key: given[key] for name in _ROUTER - defaults.keys() if (key := variable(name)) in given}
-        own = {name: defaults[name] for name in _ROUTER & defaults.keys() - _ALIKE}
+        own: dict[str, Any] = {name: defaults[name] for name in _ROUTER & defaults.keys() - _ALIKE}
         return cls(
             size=ClusterSize(workers=1, shadows=shadows),
             router=RouterConfig.create(routing, **shared),

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from contextlib import suppress
 
 from segue.config import EngineConfig
+from segue.discovery.base import DiscoveryBackend
+from segue.discovery.record import EngineRecord
+from segue.errors import DiscoveryError
 from segue.failover.life import LifeState
 from segue.failover.system_health import SystemHealth
+from segue.host import boot_id
 from segue.launch.runtime import Runtime
 from segue.listener import listen, url_of
+from segue.logs import logger
 from segue.server import canary
 from segue.server.app import create_app
 from segue.server.connections import ConnectionLimits
@@ -21,11 +27,52 @@ NAME = "generate"  # of the endpoint, for `SystemHealth`
 IDLE_POLL_S = 0.5  # between two looks whether an idle engine is due for a health check
 
 
+class EngineRecords:
+    """The record of one engine, where routers look for it."""
+
+    def __init__(self, discovery: DiscoveryBackend, engine_id: str) -> None:
+        self._discovery = discovery
+        self._engine_id = engine_id
+
+    async def put(self, runtime: Runtime, url: str, epoch: int) -> None:
+        """Put the record. A backend that cannot be reached does not keep an engine from serving."""
+        config = runtime.config
+        host = config.system_host or config.host
+        record = EngineRecord(
+            cohort=config.cohort,
+            engine=self._engine_id,
+            epoch=epoch,
+            url=url,
+            system_url=f"http://{f'[{host}]' if ':' in host else host}:{config.probed_port}",
+            model=runtime.name,
+            tp=config.tp,
+            role=runtime.manager.role,
+            weight_version=runtime.manager.weights.version or "",
+            boot_id=boot_id(),
+            started_at=float(runtime.started_at),
+        )
+        try:
+            await self._discovery.put(record)
+        except DiscoveryError as error:
+            logger.error("%s; routers do not find this engine there", error)
+
+    async def close(self) -> None:
+        """Remove the record; nothing happens if it was removed."""
+        with suppress(DiscoveryError):  # then its time to live ends it
+            await self._discovery.close()
+
+
 class EngineEndpoint:
     """Makes an engine reachable. Nothing else listens on the API port, or registers the engine anywhere."""
 
-    def __init__(self, config: EngineConfig, listener: socket.socket, health: SystemHealth) -> None:
-        """``listener`` is bound, and does not listen yet.
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: socket.socket,
+        health: SystemHealth,
+        records: EngineRecords | None = None,
+    ) -> None:
+        """``listener`` is bound, and does not listen yet; ``records``: of an engine that is in a cohort.
 
         Raises:
             ConfigError: an allowed host or an origin in the options is not valid.
@@ -39,6 +86,7 @@ class EngineEndpoint:
         self._config = config
         self._listener = listener
         self._health = health
+        self._records = records
         self._http: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -69,6 +117,8 @@ class EngineEndpoint:
             self.listen()
         await self.server.accepts.wait()
         self.app.state.runtime = runtime
+        if self._records is not None:
+            await self._records.put(runtime, self.own_url, epoch)
         self._health.set_endpoint(NAME, "ready")
         register = keep_registered(self._config, self.url, epoch=epoch)
         self._background.append(asyncio.create_task(register))
@@ -77,7 +127,9 @@ class EngineEndpoint:
             self._background.append(asyncio.create_task(self._check_when_idle(runtime)))
 
     async def withdraw(self) -> None:
-        """End the registrations; clients that know the engine are answered as before."""
+        """End record and registrations; clients that know the engine are answered as before."""
+        if self._records is not None:
+            await self._records.close()
         background, self._background = self._background, []
         for task in background:
             task.cancel()

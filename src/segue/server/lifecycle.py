@@ -16,7 +16,7 @@ from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
 from segue.server.connections import raise_descriptor_limit
-from segue.server.endpoint import EngineEndpoint
+from segue.server.endpoint import EngineEndpoint, EngineRecords
 from segue.server.http_server import first_of, on_signals
 from segue.server.shadow import Membership, Takeover
 from segue.server.system_app import ProbedEngine, SystemServer
@@ -48,7 +48,8 @@ async def serve(
     listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")
     health = SystemHealth(config.system_starting_health_status, listed)
     engine = ProbedEngine(config=config, life=Life(), health=health)
-    endpoint = EngineEndpoint(config, listener, health)
+    records = None if membership is None else EngineRecords(membership.discovery, membership.engine_id)
+    endpoint = EngineEndpoint(config, listener, health, records)
     system = None if config.probed_port is None else SystemServer(engine, config.probed_port)
     if membership is None:
         endpoint.listen()

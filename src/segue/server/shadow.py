@@ -11,11 +11,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from segue.config import EngineConfig
+from segue.discovery.opening import open_discovery
 from segue.errors import ConfigError, ForbiddenError, LockHeldError, LockLostError, NoStandbyError
-from segue.failover.lock import CohortLock, check_directory
+from segue.failover.epochs import claim_epoch
+from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, sign_of
 from segue.failover.watchdog import Watchdog
 from segue.launch.runtime import Runtime, in_thread
+from segue.lock_files import check_directory
 from segue.logs import logger
 from segue.server import canary
 from segue.server.endpoint import EngineEndpoint
@@ -46,6 +49,12 @@ class Membership:
         self.engine_id = config.engine_id or _default_id()
         check_directory(self.directory)
         self.lock = CohortLock(self.directory, self.cohort)
+        self.discovery = open_discovery(
+            config.discovery or "file",
+            config.discovery_target,
+            ttl_s=config.discovery_ttl_s,
+            directory=self.directory,
+        )
         self._sign = sign_of(self.directory, self.cohort, self.engine_id)
 
     @property
@@ -67,9 +76,9 @@ class Membership:
         await in_thread(self.lock.acquire)
         self._sign.release()
 
-    def claim(self, url: str) -> int:
+    async def claim(self, url: str) -> int:
         """Returns a new epoch for this engine, which has the lock and will serve at a URL."""
-        return self.lock.claim(self.engine_id, url, at_least=0)
+        return await claim_epoch(self.lock, self.discovery, self.engine_id, url)
 
 
 class Takeover:
@@ -150,7 +159,7 @@ class Takeover:
             epoch = 0
             if membership is not None:
                 life.num_failovers += membership.lock.note() is not None
-                epoch = membership.claim(self._endpoint.own_url)
+                epoch = await membership.claim(self._endpoint.own_url)
             clock.note("claim")
             await runtime.wake_ranks(epoch, timeout_s or 0.0)
             clock.note("memory")
