@@ -72,7 +72,7 @@ def make_children(
             disaggregation_bootstrap_port=0,
             pd_key=pd_key if role != "both" else None,
             pd_transport=_pd_transport(config.engine, role, on_gpu=on_gpu),
-            memory_ratio=_memory_ratio(config.engine, len(workers) * num_each, on_gpu=on_gpu),
+            memory_ratio=_memory_ratio(config.engine, num_each if on_gpu else len(workers) * num_each),
         )
         for place in range(index * num_each, (index + 1) * num_each):
             engine, name = replace(equal, port=host.worker_ports[place]), worker
@@ -192,9 +192,9 @@ def _workers(config: ClusterConfig) -> list[tuple[str, Role]]:
     return [(f"{word}-{number}", role) for word, role, count in counts for number in range(count)]
 
 
-def _memory_ratio(engine: EngineConfig, num_workers: int, *, on_gpu: bool) -> float:
-    """Return a worker's share of the free memory: on the CPU, all workers together have the user's."""
-    return engine.memory_ratio if on_gpu else max(SMALLEST_RATIO, engine.memory_ratio / num_workers)
+def _memory_ratio(engine: EngineConfig, num_sharing: int) -> float:
+    """Return an engine's share of the free memory of a device that ``num_sharing`` engines share."""
+    return engine.memory_ratio if num_sharing == 1 else max(SMALLEST_RATIO, engine.memory_ratio / num_sharing)
 
 
 def _pd_transport(engine: EngineConfig, role: Role, *, on_gpu: bool) -> TransportChoice:
