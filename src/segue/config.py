@@ -340,21 +340,6 @@ class EngineConfig(Options):
     engine_id: str | None = _failover(
         None, "Name of this engine in its cohort; default: the host and the process id.", check=check_name
     )
-    discovery: str | None = _failover(
-        None,
-        "Where an engine that serves puts its record, by which routers find it: some of 'file', 'etcd' and "
-        "'kubernetes', separated by commas; 'none': nowhere. Default: 'file' with --shadow-mode.",
-    )
-    discovery_target: str | None = _failover(
-        None,
-        "Where each backend of --discovery is, in its order and separated by commas: for 'file' a directory, "
-        "by default --failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace.",
-    )
-    discovery_ttl_s: float = _failover(
-        10.0,
-        "Seconds that the record of a dead engine stays in etcd or Kubernetes. It delays no takeover.",
-        minimum=1.0,
-    )
     wake: WakeBy = _failover(
         "both",
         "What wakes an engine that stands by: 'lock': the end of the engine that serves; 'manual': POST "
@@ -372,7 +357,24 @@ class EngineConfig(Options):
         "answers 503; default: 120 on CPU, 30 on CUDA.",
         minimum=0.1,
     )
-    system_host: str | None = _failover(None, "Host name or address of the system port; default: --host.")
+    discovery: str = _failover(
+        "file",
+        "Where an engine of a cohort puts its record once it serves, for routers: some of 'file', 'etcd' and "
+        "'kubernetes', separated by commas; 'none': nowhere.",
+    )
+    discovery_target: str | None = _failover(
+        None,
+        "Where each backend of --discovery is, in its order and separated by commas: for 'file' a directory, "
+        "by default --failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace, by default its own.",
+    )
+    discovery_ttl_s: float = _failover(
+        10.0,
+        "Seconds that the record of a dead engine stays in etcd or Kubernetes; it never delays a takeover.",
+        minimum=1.0,
+    )
+    system_host: str | None = _failover(
+        None, "Host name or address of the system port; default: --host."
+    )
     system_port: int | None = _failover(
         None,
         "Port, on --system-host, of the probes /startup, /live, /ready and /health, of /metrics, and of "

@@ -163,7 +163,8 @@ def test_with_shadows_engines_differ_in_name_and_ports_alone() -> None:
     a, b = words(found["engine-a"]), words(found["engine-b"])
     own = {"--engine-id", "--port", "--system-port"}
     assert {name for name in a if a[name] != b[name]} == own and a.keys() == b.keys()
-    assert (a["--cohort"], a["--failover-dir"], a["--discovery"]) == ("worker-0", "/run/failover", "file")
+    assert (a["--cohort"], a["--failover-dir"]) == ("worker-0", "/run/failover")
+    assert "--discovery" not in a, "files are the default"
     assert "--shadow-mode" in a and found["engine-a"].environment == found["engine-b"].environment
     assert found["engine-a"].probe.url == "http://127.0.0.1:42001/startup"
     router = words(found["router"])

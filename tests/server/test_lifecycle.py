@@ -93,7 +93,7 @@ def test_a_signal_ends_the_server_and_its_streams_within_two_seconds(
 
 
 class RunningRequests:
-    """One plain and one streamed request, each in a thread of its own; the stream has begun."""
+    """One plain and one streamed request, each in a thread of its own; both have begun."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         self._pool = ThreadPoolExecutor()
@@ -104,6 +104,12 @@ class RunningRequests:
         self._started = threading.Event()
         self._stream = self._pool.submit(self._read, url, body)
         assert self._started.wait(10)
+        deadline = time.monotonic() + 10
+        while httpx.get(f"{url}/health").json().get("num_requests", 0) + self._num_ended() < 2:
+            assert time.monotonic() < deadline, "the plain request has not begun"
+
+    def _num_ended(self) -> int:
+        return self.whole.done() + self._stream.done()
 
     def reasons(self) -> list[str]:
         """Returns the finish reasons of the two requests."""

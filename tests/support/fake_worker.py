@@ -2,6 +2,7 @@
 
 It is the worker command of an engine. Environment variables make it slow or make it fail: ``FAKE_STEP_S`` is
 the seconds per step, ``FAKE_START`` is ``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
+``FAKE_STALL_AT_STEP`` is one that never ends.
 ``FAKE_WAKE`` is what rank ``FAKE_WAKE_RANK`` (0) does when it is to wake: ``sleep`` for ever, ``gil``: the
 same while it holds the GIL, ``stop`` itself, or ``fail``. ``FAKE_TOKEN`` is added to every output token.
 """
@@ -85,10 +86,13 @@ class EchoRunner(FakeRank):
         self._vocab_size = vocab_size
         self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> prompt, logprobs
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
+        self._stall_at = int(os.environ.get("FAKE_STALL_AT_STEP", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
 
     def forward_batch(self, plan: StepPlan) -> Done:
         time.sleep(self._step_s)
+        if plan.step == self._stall_at:
+            threading.Event().wait()
         if plan.step == self._exit_at:
             os._exit(3)
         for new in plan.new_slots:

@@ -138,7 +138,6 @@ def _standing_by(engine: EngineConfig, host: ClusterHost, cohort: str, name: str
         engine,
         shadow_mode=True,
         failover_dir=host.failover_dir,
-        discovery="file",
         cohort=cohort,
         engine_id=name,
         system_port=host.system_ports[place],

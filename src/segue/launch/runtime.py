@@ -30,7 +30,7 @@ from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProc
 from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartProgress, WorkerMessage
+from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartStep, WorkerMessage
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
@@ -398,7 +398,7 @@ class Runtime:
                 self._fail_start(error_of(message.kind, message.message))
             case Heartbeat() if self._vitals is not None:
                 self._vitals.note(message, time.monotonic())
-            case StartProgress():
+            case StartStep():
                 self.life.note_progress()
             case RankAnswer():
                 self._ranks.take(message)

@@ -132,7 +132,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     graphs: dict[str, GraphCost] = {}  # by kind; empty: steps run eagerly
 
 
-class StartProgress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StartStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Reports that a rank has ended a step of its start."""
 
     rank: int
@@ -277,5 +277,5 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
 
 CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer
 # What the workers say of themselves.
-WorkerMessage = Ready | StartFailed | StartProgress | Heartbeat | RankAnswer
+WorkerMessage = Ready | StartFailed | StartStep | Heartbeat | RankAnswer
 SchedulerMessage = WorkerMessage | SchedulerOutput | Rejected | CallAnswer | WeightNotice

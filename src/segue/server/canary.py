@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from segue.config import HealthStatus
-from segue.errors import OverloadedError, PausedError, SegueError, WakeError
+from segue.errors import EngineHungError, OverloadedError, PausedError, SegueError, WakeError
 from segue.failover import canary
 from segue.failover.canary import NUM_OUTPUT_TOKENS, CanaryNote
 from segue.frontend.request import MAX_PRIORITY, GenerateRequest
@@ -86,10 +86,10 @@ def facts_of(runtime: Runtime) -> list[object]:
 
 
 def may_generate(runtime: Runtime) -> bool:
-    """Whether nothing keeps the engine from generating: no pause, no weight update, no trouble."""
-    manager = runtime.manager
+    """Whether nothing that others have asked for keeps the engine from generating."""
+    manager, trouble = runtime.manager, runtime.trouble
     is_free = manager.stats.counters.paused is None and manager.weights.state == "idle"
-    return is_free and runtime.trouble is None
+    return is_free and (trouble is None or isinstance(trouble, EngineHungError))
 
 
 async def status(runtime: Runtime) -> HealthStatus:

@@ -5,61 +5,23 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from contextlib import suppress
 
 from segue.config import EngineConfig
-from segue.discovery.base import DiscoveryBackend
 from segue.discovery.record import EngineRecord
-from segue.errors import DiscoveryError
 from segue.failover.life import LifeState
 from segue.failover.system_health import SystemHealth
 from segue.host import boot_id
 from segue.launch.runtime import Runtime
 from segue.listener import listen, url_of
-from segue.logs import logger
 from segue.server import canary
 from segue.server.app import create_app
+from segue.server.cohort import CohortMember
 from segue.server.connections import ConnectionLimits
 from segue.server.http_server import HttpServer
 from segue.server.registration import keep_registered
 
 NAME = "generate"  # of the endpoint, for `SystemHealth`
 IDLE_POLL_S = 0.5  # between two looks whether an idle engine is due for a health check
-
-
-class EngineRecords:
-    """The record of one engine, where routers look for it."""
-
-    def __init__(self, discovery: DiscoveryBackend, engine_id: str) -> None:
-        self._discovery = discovery
-        self._engine_id = engine_id
-
-    async def put(self, runtime: Runtime, url: str, epoch: int) -> None:
-        """Put the record. A backend that cannot be reached does not keep an engine from serving."""
-        config = runtime.config
-        host = config.system_host or config.host
-        record = EngineRecord(
-            cohort=config.cohort,
-            engine=self._engine_id,
-            epoch=epoch,
-            url=url,
-            system_url=f"http://{f'[{host}]' if ':' in host else host}:{config.probed_port}",
-            model=runtime.name,
-            tp=config.tp,
-            role=runtime.manager.role,
-            weight_version=runtime.manager.weights.version or "",
-            boot_id=boot_id(),
-            started_at=float(runtime.started_at),
-        )
-        try:
-            await self._discovery.put(record)
-        except DiscoveryError as error:
-            logger.error("%s; routers do not find this engine there", error)
-
-    async def close(self) -> None:
-        """Remove the record; nothing happens if it was removed."""
-        with suppress(DiscoveryError):  # then its time to live ends it
-            await self._discovery.close()
 
 
 class EngineEndpoint:
@@ -70,9 +32,17 @@ class EngineEndpoint:
         config: EngineConfig,
         listener: socket.socket,
         health: SystemHealth,
-        records: EngineRecords | None = None,
+        membership: CohortMember | None,
+        system_url: str,
     ) -> None:
-        """``listener`` is bound, and does not listen yet; ``records``: of an engine that is in a cohort.
+        """Prepare all of it.
+
+        Args:
+            config: the options.
+            listener: a socket that is bound, and does not listen yet.
+            health: is told whether the endpoint is ready.
+            membership: in a cohort; None: the engine is in none.
+            system_url: of the system port; "": there is none.
 
         Raises:
             ConfigError: an allowed host or an origin in the options is not valid.
@@ -86,7 +56,8 @@ class EngineEndpoint:
         self._config = config
         self._listener = listener
         self._health = health
-        self._records = records
+        self._membership = membership
+        self._system_url = system_url
         self._http: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -108,6 +79,7 @@ class EngineEndpoint:
 
         Raises:
             ConfigError: another process listens on the port since it was bound.
+            DiscoveryError: the engine's record can be put nowhere.
         """
         life = runtime.life
         if life.state is not LifeState.WAKING or epoch != runtime.epoch:
@@ -117,23 +89,25 @@ class EngineEndpoint:
             self.listen()
         await self.server.accepts.wait()
         self.app.state.runtime = runtime
-        if self._records is not None:
-            await self._records.put(runtime, self.own_url, epoch)
         self._health.set_endpoint(NAME, "ready")
         register = keep_registered(self._config, self.url, epoch=epoch)
         self._background.append(asyncio.create_task(register))
         if self._config.has_health_check:
             self._health.add_health_check(NAME)
             self._background.append(asyncio.create_task(self._check_when_idle(runtime)))
+        if self._membership is not None:
+            await self._membership.put(self._record_of(runtime, self._membership))
 
     async def withdraw(self) -> None:
-        """End record and registrations; clients that know the engine are answered as before."""
-        if self._records is not None:
-            await self._records.close()
+        """End what lets others find the engine; clients that know it are answered as before."""
+        if self._background:
+            self._health.set_endpoint(NAME, "notready")
         background, self._background = self._background, []
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        if self._membership is not None:
+            await self._membership.remove()
 
     async def close(self) -> None:
         """End the registrations, and close the port once every reply is written, or at the limit for that."""
@@ -142,6 +116,22 @@ class EngineEndpoint:
         if self._http is not None:
             await self._http
         self._listener.close()
+
+    def _record_of(self, runtime: Runtime, membership: CohortMember) -> EngineRecord:
+        """Returns what routers find of the engine."""
+        return EngineRecord(
+            cohort=membership.cohort,
+            engine=membership.engine_id,
+            epoch=runtime.epoch,
+            url=self.own_url,
+            system_url=self._system_url,
+            model=runtime.name,
+            tp=self._config.tp,
+            role=runtime.manager.role,
+            weight_version=runtime.manager.weights.version,
+            boot_id=boot_id(),
+            started_at=runtime.started_at,
+        )
 
     async def _check_when_idle(self, runtime: Runtime) -> None:
         """Generate the test request whenever no step has ended for ``--health-check-interval-s``."""

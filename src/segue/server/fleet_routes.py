@@ -35,7 +35,11 @@ from segue.server.responses import encode, json_response, unless_gone
 from segue.server.running import runtime_of
 
 LINES = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
-STATES: dict[str, WorkerState] = {"draining": "draining", "engine_dead": "dead"}  # by code of the trouble
+STATES: dict[str, WorkerState] = {  # by code of the trouble
+    "draining": "draining",
+    "engine_dead": "dead",
+    "engine_not_ready": "starting",
+}
 
 routes = Routes(Access.ADMIN, "Fleet")
 

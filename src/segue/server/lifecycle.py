@@ -15,10 +15,11 @@ from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
+from segue.server.cohort import CohortMember
 from segue.server.connections import raise_descriptor_limit
-from segue.server.endpoint import EngineEndpoint, EngineRecords
+from segue.server.endpoint import EngineEndpoint
 from segue.server.http_server import first_of, on_signals
-from segue.server.shadow import Membership, Takeover
+from segue.server.shadow import Takeover
 from segue.server.system_app import ProbedEngine, SystemServer
 
 POLL_S = 0.02  # between two looks whether the running requests have ended
@@ -43,14 +44,13 @@ async def serve(
     Raises:
         SegueError: the port was taken meanwhile, or the engine cannot start or cannot wake.
     """
-    membership = Membership(config) if config.shadow_mode else None
+    membership = CohortMember(config) if config.shadow_mode else None
     raise_descriptor_limit()
     listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")
     health = SystemHealth(config.system_starting_health_status, listed)
     engine = ProbedEngine(config=config, life=Life(), health=health)
-    records = None if membership is None else EngineRecords(membership.discovery, membership.engine_id)
-    endpoint = EngineEndpoint(config, listener, health, records)
     system = None if config.probed_port is None else SystemServer(engine, config.probed_port)
+    endpoint = EngineEndpoint(config, listener, health, membership, "" if system is None else system.url)
     if membership is None:
         endpoint.listen()
     stop, at_once = on_signals()
@@ -76,7 +76,7 @@ async def serve(
         if engine.runtime is not None:
             await engine.runtime.shutdown()
         if membership is not None:
-            membership.lock.release()  # no worker of this engine runs any more
+            await membership.close()
         await endpoint.close()
         if system is not None:
             await system.close()
@@ -86,7 +86,7 @@ class _Server:
     """An engine that stands by or serves, and all that can happen to it."""
 
     def __init__(
-        self, runtime: Runtime, endpoint: EngineEndpoint, takeover: Takeover, membership: Membership | None
+        self, runtime: Runtime, endpoint: EngineEndpoint, takeover: Takeover, membership: CohortMember | None
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -132,7 +132,7 @@ class _Server:
         logger.error("the engine is dead; /health answers 503 for %g s, then the server ends", grace_s)
         await first_of(stopping, self._endpoint.closed, timeout=grace_s)
 
-    async def _hand_over(self, membership: Membership) -> None:
+    async def _hand_over(self, membership: CohortMember) -> None:
         """End the requests so that a router sends them to the engine that waits, and let that one wake."""
         runtime, server = self._runtime, self._endpoint.server
         logger.info("another engine takes over")

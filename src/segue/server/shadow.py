@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import socket
 import time
 from contextlib import nullcontext, suppress
-from pathlib import Path
 
-from segue.config import EngineConfig
-from segue.discovery.opening import open_discovery
-from segue.errors import ConfigError, ForbiddenError, LockHeldError, LockLostError, NoStandbyError
-from segue.failover.epochs import claim_epoch
+from segue.errors import ForbiddenError, LockHeldError, LockLostError, NoStandbyError
 from segue.failover.lock import CohortLock
-from segue.failover.standby import has_standby, sign_of
 from segue.failover.watchdog import Watchdog
-from segue.launch.runtime import Runtime, in_thread
-from segue.lock_files import check_directory
+from segue.launch.runtime import Runtime
 from segue.logs import logger
 from segue.server import canary
+from segue.server.cohort import CohortMember
 from segue.server.endpoint import EngineEndpoint
 
 WAKE_S = 10.0  # that a wake may take, and
@@ -29,65 +21,13 @@ GUARD_S = 0.1  # between two looks whether the lock is still this engine's
 LOCK_S = 0.5  # that a call for a wake waits for the lock, which may have become free at this moment
 
 
-class Membership:
-    """An engine's place in its cohort: the lock, and the sign that it waits for the lock."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        """Check the failover directory.
-
-        Raises:
-            ConfigError: the options name no directory, or one that cannot be used.
-        """
-        if config.failover_dir is None:
-            raise ConfigError(
-                "shadow_mode=True: engines that take each other's place need a directory that they share; "
-                "give --failover-dir",
-                param="failover_dir",
-            )
-        self.directory = Path(config.failover_dir)
-        self.cohort = config.cohort
-        self.engine_id = config.engine_id or _default_id()
-        check_directory(self.directory)
-        self.lock = CohortLock(self.directory, self.cohort)
-        self.discovery = open_discovery(
-            config.discovery or "file",
-            config.discovery_target,
-            ttl_s=config.discovery_ttl_s,
-            directory=self.directory,
-        )
-        self._sign = sign_of(self.directory, self.cohort, self.engine_id)
-
-    @property
-    def holder(self) -> str:
-        """Who has the lock, for an error message."""
-        note = self.lock.note()
-        if note is None:
-            return "an engine that has claimed no epoch yet"
-        return f"engine {note.engine} (process {note.pid}, epoch {note.epoch}, {note.url})"
-
-    @property
-    def has_standby(self) -> bool:
-        """Whether another engine waits to take over."""
-        return has_standby(self.directory, self.cohort)
-
-    async def wait_for_lock(self) -> None:
-        """Show that this engine waits, and return once it has the lock."""
-        await in_thread(self._sign.acquire)
-        await in_thread(self.lock.acquire)
-        self._sign.release()
-
-    async def claim(self, url: str) -> int:
-        """Returns a new epoch for this engine, which has the lock and will serve at a URL."""
-        return await claim_epoch(self.lock, self.discovery, self.engine_id, url)
-
-
 class Takeover:
     """Has an engine that stands by serve, at most once: lock, epoch, memory, test request, API port.
 
     Without a ``membership`` there is neither lock nor epoch nor test request, and the engine serves at once.
     """
 
-    def __init__(self, runtime: Runtime, endpoint: EngineEndpoint, membership: Membership | None) -> None:
+    def __init__(self, runtime: Runtime, endpoint: EngineEndpoint, membership: CohortMember | None) -> None:
         """Begin to wait for the moment at which the engine is to serve."""
         self._runtime = runtime
         self._endpoint = endpoint
@@ -205,9 +145,3 @@ def _timeout_s(runtime: Runtime) -> float:
     """Returns how long a wake may take."""
     given = runtime.config.wake_timeout_s
     return given or WAKE_S + runtime.config.tp * runtime.manager.ready.kv_bytes / WAKE_BYTES_PER_S
-
-
-def _default_id() -> str:
-    """Returns a name for this engine: that of the host, and the process id."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40].strip(".-")
-    return f"{host or 'engine'}-{os.getpid()}"

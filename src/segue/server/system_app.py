@@ -88,7 +88,8 @@ class SystemServer:
         limits = ConnectionLimits.of_this_process(config.max_body_mib)
         self._server = HttpServer(create_system_app(engine), limits, config.log_level)
         self._http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        logger.info("system routes at %s", url_of(self._listener))
+        self.url = url_of(self._listener)
+        logger.info("system routes at %s", self.url)
 
     async def close(self) -> None:
         """Close the port."""

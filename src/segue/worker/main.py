@@ -26,7 +26,7 @@ from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
 from segue.logs import configure, logger
-from segue.messages.control import InitStep, Ready, StartFailed, StartProgress
+from segue.messages.control import InitStep, Ready, StartFailed, StartStep
 from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
@@ -137,7 +137,7 @@ def start_runner(
         steps.append(step)
         size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
         detail = f" ({step.detail})" if step.detail else ""
-        outbox.send(msgspec.msgpack.encode(StartProgress(tp.rank, step.name)))
+        outbox.send(msgspec.msgpack.encode(StartStep(tp.rank, step.name)))
         logger.info(
             "start %2d/%d %s: %.2f s%s%s", len(steps), num_steps, step.name, step.seconds, size, detail
         )
