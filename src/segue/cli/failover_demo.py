@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated
 
 from rich.console import Console, Group, RenderableType
@@ -53,15 +52,9 @@ class WatchedStream:
             self.error = error
         self.has_ended = True
 
-    def pause_around(self, moment: float) -> tuple[int, float]:
-        """Return where the longest pause that ended after ``moment`` began, and when it ended.
-
-        Some pieces are under way when an engine dies: the first piece after it need not be its successor's.
-        """
-        times = [at for at, _ in self.pieces]
-        gaps = [(b - a, place, b) for place, (a, b) in enumerate(pairwise(times)) if b > moment]
-        _, place, ended = max(gaps, default=(0.0, len(times), moment))
-        return place, ended
+    def num_until(self, moment: float) -> int:
+        """Return how many pieces had come by a moment."""
+        return sum(at <= moment for at, _ in list(self.pieces))
 
 
 def failover_demo(
@@ -175,26 +168,31 @@ class _Picture:
 
     def reply(self) -> Text:
         """The reply so far; what another engine has generated has another colour."""
-        if self.killed_at is None:
-            return Text(self.stream.text)
-        place, _ = self.stream.pause_around(self.killed_at)
         pieces = [text for _, text in list(self.stream.pieces)]
+        if self.killed_at is None:
+            return Text("".join(pieces))
+        by_victim = len(pieces) if self.times is None else self.stream.num_until(self._record_at(self.times))
         return Text.assemble(
-            "".join(pieces[: place + 1]), (" ⚡ ", "bold red"), ("".join(pieces[place + 1 :]), "green")
+            "".join(pieces[:by_victim]), (" ⚡ ", "bold red"), ("".join(pieces[by_victim:]), "green")
         )
+
+    def _record_at(self, times: TakeoverTimes) -> float:
+        """When the successor could be found: what came before was under way from the dead engine."""
+        return times.killed_at + times.record_s
 
     def timeline(self, times: TakeoverTimes) -> Table:
         """The steps of the takeover, in milliseconds from the kill."""
-        assert self.killed_at is not None
-        _, token_at = self.stream.pause_around(self.killed_at)
         steps = {
             "killed": 0.0,
-            "dead: its connections are closed": times.dead_s,
+            "dead: its process has ended": times.dead_s,
             "lock: the shadow has it": times.lock_s,
             "awake: it has generated a test token": times.awake_s,
             "record: the router can find it": times.record_s,
-            "next token of the stream": token_at - self.killed_at,
         }
+        by_victim = self.stream.num_until(self._record_at(times))
+        if by_victim < len(self.stream.pieces):
+            token_at, _ = self.stream.pieces[by_victim]
+            steps["next token of the stream"] = token_at - times.killed_at
         longest = max(steps.values())
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for name, seconds in steps.items():

@@ -6,20 +6,20 @@ import asyncio
 import json
 import os
 import re
+import select
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from segue.children import import_path
@@ -31,6 +31,7 @@ from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby
 
 COHORT = "worker-0"
+EnginePart = Literal["front", "workers", "engine"]  # `engine`: both
 START_S = 600.0  # until all engines have loaded their model
 TAKEOVER_S = 60.0
 STOP_S = 20.0
@@ -45,7 +46,8 @@ class TakeoverTimes:
 
     victim: EngineRecord
     successor: EngineRecord
-    dead_s: float  # the kernel had closed the victim's connections
+    killed_at: float  # on the monotonic clock
+    dead_s: float  # the killed processes had ended, and the kernel had closed their connections
     lock_s: float  # the successor had the lock, and began to wake
     awake_s: float  # it had its memory, and had generated its test tokens
     record_s: float  # it accepted connections, and routers could find it
@@ -96,9 +98,14 @@ class PodProcess:
         return self._url
 
     @property
+    def directory(self) -> Path:
+        """What it uses for temporary files; nothing is left in it at the end."""
+        return Path(self._directory.name)
+
+    @property
     def failover_dir(self) -> Path:
         """The directory with the lock and the records of its engines."""
-        return next(Path(self._directory.name).glob("segue-*/failover"))
+        return next(self.directory.glob("segue-*/failover"))
 
     def serving(self) -> EngineRecord | None:
         """Return the record of the engine that serves; None: none does at the moment."""
@@ -111,20 +118,30 @@ class PodProcess:
         assert note is not None, "no engine has ever served"
         return note.pid
 
-    def kill_serving(self) -> TakeoverTimes:
-        """Kill the engine that serves with SIGKILL, and wait until another one serves.
+    def processes(self, part: EnginePart) -> list[int]:
+        """Return the processes of the engine that serves: its front, its workers, or all of them."""
+        front = self.pid()
+        workers = [int(pid) for pid in Path(f"/proc/{front}/task/{front}/children").read_text().split()]
+        return {"front": [front], "workers": workers, "engine": [*workers, front]}[part]
+
+    def kill_serving(self, part: EnginePart = "front") -> TakeoverTimes:
+        """Kill the engine that serves, or a part of it, with SIGKILL; wait until another one serves.
 
         Raises:
             ChildStartError: none does in time.
         """
         victim = self.serving()
         assert victim is not None, "no engine serves"
-        parts = urlsplit(victim.system_url)
-        with socket.create_connection((parts.hostname or "", parts.port or 0), TAKEOVER_S) as connection:
+        pids = self.processes(part)
+        with ExitStack() as stack:
+            files = [os.pidfd_open(pid) for pid in pids]
+            for file in files:
+                stack.callback(os.close, file)
             killed_at = time.monotonic()
-            os.kill(self.pid(), signal.SIGKILL)
-            with suppress(ConnectionError):  # the other way in which the kernel can end it
-                connection.recv(1)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            for file in files:
+                select.select([file], [], [], TAKEOVER_S)
             dead_at = time.monotonic()
         successor = self.wait_for_epoch(victim.epoch + 1)
         record_at = time.monotonic()
@@ -132,6 +149,7 @@ class PodProcess:
         return TakeoverTimes(
             victim=victim,
             successor=successor,
+            killed_at=killed_at,
             dead_s=dead_at - killed_at,
             lock_s=record_at - phases["total"] - killed_at,
             awake_s=record_at - phases["serve"] - killed_at,
