@@ -207,6 +207,18 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
 
+class WeightsReleasedError(SegueError, status=503, code="weights_released"):
+    """The memory of the weights was released, and they have not all been sent or loaded since."""
+
+
+class MemorySaverError(SegueError, status=400, type="invalid_request_error", code="memory_saver"):
+    """Memory cannot be released or resumed: the engine was started without it, or weights are updated now."""
+
+
+class MemoryResumeError(SegueError, status=503, code="memory_not_moved"):
+    """Memory could not be taken again, or not be backed up. What was released is still released."""
+
+
 class SharedMemoryError(SegueError):
     """Shared memory of another process cannot be mapped, or that process cannot be watched."""
 

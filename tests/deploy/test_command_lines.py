@@ -31,9 +31,7 @@ def test_each_command_line_is_one_of_segue(where: str, words: list[str], environ
     command: Any = typer.main.get_command(app)
     context = command.make_context("segue", list(words))
     while hasattr(command, "resolve_command"):
-        rest = (
-            [*context.protected_args, *context.args] if hasattr(context, "protected_args") else context.args
-        )
+        rest = [*context._protected_args, *context.args]  # as Click itself goes on
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, rest, parent=context)
     options = {"serve": EngineConfig, "router": RouterConfig}.get(words[0])

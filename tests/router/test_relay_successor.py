@@ -186,7 +186,6 @@ def test_a_stopped_engine_is_replaced_and_what_it_sends_later_reaches_nobody(dir
 
         async def stop(exchange: Exchange) -> None:
             await generate(exchange, 3)
-            old.is_silent = True
             await goes_on.wait()
             exchange.send(token_event(777))
             await exchange.writer.drain()
@@ -204,7 +203,6 @@ def test_a_stopped_engine_is_replaced_and_what_it_sends_later_reaches_nobody(dir
                 received += b"".join([part async for part in parts])
             assert received == WHOLE_STREAM
             assert new.exchanges[0].given == [1, 2, 3]
-            old.is_silent = False
             await until(lambda: router.registry.get(old.id) is None or router.reason(old), "it is known")
             assert not router.serves(old)
             await old.put()  # it takes itself for active

@@ -96,7 +96,7 @@ class SeveralBackends:
         for key in [each for each in self._late if each[1:] == (cohort, engine)]:
             self._late.pop(key).cancel()
 
-    async def _all(self, calls: Sequence[Awaitable[Answer]]) -> list[Answer]:
+    async def _all(self, calls: Sequence[Awaitable[Answer]]) -> Sequence[Answer]:
         """Returns the answers of the backends that can be reached; raises DiscoveryError if none can."""
         answers = await asyncio.gather(*calls, return_exceptions=True)
         problems = [each for each in answers if isinstance(each, BaseException)]

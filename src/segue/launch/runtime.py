@@ -119,6 +119,12 @@ class Runtime:
             raise ConfigError(
                 f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
             )
+        if config.enable_memory_saver and config.role != "both":
+            raise ConfigError(
+                f"enable_memory_saver=True with role={config.role!r}: other engines write to this engine's "
+                "KV cache, so it cannot be released; use role='both'",
+                param="enable_memory_saver",
+            )
         if embedded and config.shadow_mode:
             raise ConfigError(
                 "shadow_mode=True: an embedded engine dies with its program, so none could take over; use "

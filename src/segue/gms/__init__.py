@@ -1,0 +1,1 @@
+"""The memory service: weights and KV memory that outlive the engines which use them."""

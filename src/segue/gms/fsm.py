@@ -1,0 +1,370 @@
+"""The transitions of the weights' lock: what each event changes, and what has to be done then.
+
+:func:`step` changes nothing that it is given and does no I/O: it returns the next state and effects, which
+the server carries out in their order. After every event, whoever can be answered is answered, and what nobody
+uses is freed; so no transition has to think of the sessions that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+from typing import Literal, assert_never
+
+from segue.gms.lock_state import (
+    AbortEvent,
+    AskEvent,
+    BeatEvent,
+    ClaimEvent,
+    Cohort,
+    CommitEffect,
+    DoneEffect,
+    DropEffect,
+    DropReason,
+    FlipEvent,
+    GoneEvent,
+    GrantEffect,
+    JoinEvent,
+    PinEvent,
+    RankState,
+    ReclaimEffect,
+    RefusalCode,
+    RefuseEffect,
+    SealEvent,
+    TickEvent,
+    UnpinEvent,
+    WeightsEffect,
+    WeightsEvent,
+    WeightsGeneration,
+    WeightsLease,
+    WeightsState,
+)
+
+STALLED_S = 60.0  # a rank that neither joins nor reports progress for so long loses its engine's lease
+
+
+def step(
+    state: WeightsState, event: WeightsEvent, now: float = 0.0
+) -> tuple[WeightsState, list[WeightsEffect]]:
+    """Return the state after an event, and what is to be done, in order."""
+    lock = WeightsLock(state.copy(), now)
+    lock.apply(event)
+    return lock.state, lock.effects
+
+
+class WeightsLock:
+    """One step of the lock: applies an event to a state of its own."""
+
+    def __init__(self, state: WeightsState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.effects: list[WeightsEffect] = []
+
+    def apply(self, event: WeightsEvent) -> None:
+        """Apply an event; then grant what has become possible, and free what has become unused."""
+        match event:
+            case AskEvent():
+                self.ask(event)
+            case JoinEvent():
+                self.join(event)
+            case BeatEvent():
+                self.beat(event)
+            case SealEvent():
+                self.seal(event)
+            case FlipEvent():
+                self.flip(event)
+            case AbortEvent():
+                self.abort(event)
+            case PinEvent():
+                self.pin(event)
+            case UnpinEvent():
+                self.state.pins -= {(event.session, event.generation)}
+                self.done(event.session, event.generation)
+            case ClaimEvent():
+                self.claim(event)
+            case GoneEvent():
+                self.gone(event.session)
+            case TickEvent():
+                self.tick()
+            case _:
+                assert_never(event)
+        self.settle()
+        self.reclaim()
+
+    def ask(self, ask: AskEvent) -> None:
+        """Queue a request; :meth:`settle` answers it at once if it need not wait."""
+        if self.is_busy(ask.session, joins_update=ask.is_update):
+            self.refuse(ask.session, "busy")
+        else:
+            self.state.waiting += (ask,)
+
+    def is_busy(self, session: int, *, joins_update: bool) -> bool:
+        """Whether a session waits or has a lease already. An engine that updates may have one to read."""
+        leases = (lease for lease in self.state.leases.values() if lease.is_rw or not joins_update)
+        if any(lease.rank_of(session) is not None for lease in leases):
+            return True
+        return any(each.session == session for each in self.state.waiting)
+
+    def settle(self) -> None:
+        """Answer every waiting session that can be answered, in the order in which they came."""
+        while (found := self.answerable()) is not None:  # each answer may be what another session waits for
+            ask, answer = found
+            self.state.waiting = tuple(each for each in self.state.waiting if each is not ask)
+            if isinstance(answer, RefuseEffect):
+                self.effects.append(answer)
+            elif answer == "rw":
+                self.grant_rw(ask)
+            else:
+                self.grant_ro(ask, answer)
+
+    def answerable(self) -> tuple[AskEvent, Literal["rw"] | int | RefuseEffect] | None:
+        """Return the first waiting session that can be answered, and its answer."""
+        answers = ((ask, self.decide(ask)) for ask in self.state.waiting)
+        return next(((ask, answer) for ask, answer in answers if answer is not None), None)
+
+    def decide(self, ask: AskEvent) -> Literal["rw"] | int | RefuseEffect | None:
+        """Return "rw", the generation to read, a refusal, or None if the session has to wait."""
+        state = self.state
+        cohort = state.cohorts.get(ask.cohort, Cohort())
+        if ask.is_update:
+            return self.decide_update(ask, cohort)
+        number = state.loaded(ask.key) if cohort.current is None else cohort.current
+        if number is None:
+            is_loading = state.writer(ask.cohort) is not None or state.loader(ask.key) is not None
+            return None if is_loading or ask.mode == "ro" else "rw"
+        if ask.mode == "rw":
+            return RefuseEffect(session=ask.session, code="committed", generation=number)
+        if state.generations[number].key != ask.key:
+            return RefuseEffect(session=ask.session, code="mismatch", generation=number)
+        return number
+
+    def decide_update(self, ask: AskEvent, cohort: Cohort) -> Literal["rw"] | RefuseEffect | None:
+        """Decide about an update: there must be memory for one more generation at most."""
+        state, current = self.state, cohort.current
+        if current is None:
+            return RefuseEffect(session=ask.session, code="nothing")
+        if ask.epoch != cohort.epoch:
+            return RefuseEffect(session=ask.session, code="stale_epoch", generation=current)
+        if state.writer(ask.cohort) is not None:
+            return None
+        if state.generations[current].key != ask.key:
+            return RefuseEffect(session=ask.session, code="mismatch", generation=current)
+        for number in self.retired():
+            sessions = state.readers(number)
+            return RefuseEffect(session=ask.session, code="pinned", generation=number, sessions=sessions)
+        return "rw"
+
+    def retired(self) -> Iterator[int]:
+        """Yield the generations that are no cohort's current one."""
+        currents = {cohort.current for cohort in self.state.cohorts.values()}
+        return (number for number in self.state.generations if number not in currents)
+
+    def grant_rw(self, ask: AskEvent) -> None:
+        """Let an engine write a new generation."""
+        parent = self.cohort(ask.cohort).current if ask.is_update else None
+        lease, generation = self.number(), self.number()
+        due = self.now + STALLED_S
+        self.state.leases[lease] = WeightsLease(
+            cohort=ask.cohort,
+            key=ask.key,
+            generation=generation,
+            ranks=(RankState(ask.session, due=due), *(RankState(due=due) for _ in range(ask.size - 1))),
+            is_rw=True,
+            parent=parent,
+        )
+        self.granted(ask.session, lease)
+
+    def grant_ro(self, ask: AskEvent, generation: int) -> None:
+        """Let an engine read a committed generation."""
+        cohort = self.cohort(ask.cohort)
+        if cohort.current is None:  # another cohort has loaded it
+            self.state.cohorts[ask.cohort] = replace(cohort, current=generation)
+        lease = self.number()
+        self.state.leases[lease] = WeightsLease(
+            cohort=ask.cohort,
+            key=ask.key,
+            generation=generation,
+            ranks=(RankState(ask.session), *(RankState() for _ in range(ask.size - 1))),
+            is_rw=False,
+        )
+        self.granted(ask.session, lease)
+
+    def granted(self, session: int, number: int) -> None:
+        """Pin what a session may read, and tell it."""
+        lease = self.state.leases[number]
+        if not lease.is_rw:
+            self.state.pins |= {(session, lease.generation)}
+        effect = GrantEffect(
+            session=session,
+            lease=number,
+            generation=lease.generation,
+            mode="rw" if lease.is_rw else "ro",
+            parent=lease.parent,
+        )
+        self.effects.append(effect)
+
+    def join(self, event: JoinEvent) -> None:
+        """Add a rank to a lease; it may be committed meanwhile, and then the rank reads."""
+        lease = self.state.leases.get(event.lease)
+        if lease is None:
+            self.refuse(event.session, "lease")
+        elif not 0 <= event.rank < len(lease.ranks) or lease.ranks[event.rank].session is not None:
+            self.refuse(event.session, "rank")
+        elif self.is_busy(event.session, joins_update=lease.parent is not None):
+            self.refuse(event.session, "busy")
+        elif not lease.is_rw and lease.generation not in self.state.generations:
+            self.refuse(event.session, "generation")  # the engine's other ranks have followed an update
+        else:
+            due = self.now + STALLED_S if lease.is_rw else inf
+            rank = replace(lease.ranks[event.rank], session=event.session, due=due)
+            self.state.leases[event.lease] = lease.with_rank(event.rank, rank)
+            self.granted(event.session, event.lease)
+
+    def beat(self, event: BeatEvent) -> None:
+        """Note progress; a beat without it does not keep the lease."""
+        if (found := self.writing(event.session, event.lease)) is None:
+            return
+        lease, number = found
+        rank = lease.ranks[number]
+        if event.num_bytes > rank.num_bytes and not rank.is_sealed:
+            rank = replace(rank, num_bytes=event.num_bytes, due=self.now + STALLED_S)
+            self.state.leases[event.lease] = lease.with_rank(number, rank)
+        self.done(event.session, lease.generation)
+
+    def seal(self, event: SealEvent) -> None:
+        """Note that a rank is complete."""
+        if (found := self.writing(event.session, event.lease)) is None:
+            return
+        lease, number = found
+        lease = lease.with_rank(number, replace(lease.ranks[number], is_sealed=True, due=inf))
+        self.state.leases[event.lease] = lease
+        self.done(event.session, lease.generation, unsealed(lease))
+
+    def flip(self, event: FlipEvent) -> None:
+        """Commit the generation of a lease, and turn the lease into one to read."""
+        if (found := self.writing(event.session, event.lease)) is None:
+            return
+        lease, number = found
+        if number != 0:
+            self.refuse(event.session, "rank")
+        elif missing := unsealed(lease):
+            self.effects.append(RefuseEffect(session=event.session, code="unsealed", ranks=missing))
+        else:
+            self.commit(event.lease, lease)
+            self.done(event.session, lease.generation)
+
+    def commit(self, number: int, lease: WeightsLease) -> None:
+        """Make a lease's generation the current one of its cohort."""
+        state, generation = self.state, lease.generation
+        cohort = self.cohort(lease.cohort)
+        readers = () if cohort.current is None else state.readers(cohort.current)
+        state.generations[generation] = WeightsGeneration(key=lease.key, is_loaded=lease.parent is None)
+        state.cohorts[lease.cohort] = replace(cohort, current=generation)
+        for old, each in list(state.leases.items()):  # an update replaces the lease by which its engine read
+            if not each.is_rw and set(each.sessions) & set(lease.sessions):
+                del state.leases[old]
+        state.leases[number] = replace(lease, is_rw=False, parent=None)
+        state.pins |= {(session, generation) for session in lease.sessions}
+        others = tuple(session for session in readers if session not in lease.sessions)
+        self.effects.append(CommitEffect(cohort=lease.cohort, generation=generation, readers=others))
+
+    def abort(self, event: AbortEvent) -> None:
+        """Drop a lease to write, because one of its ranks asks for it."""
+        if self.writing(event.session, event.lease) is not None:
+            self.drop(event.lease, "aborted", event.session)
+            self.done(event.session, 0)
+
+    def drop(
+        self,
+        number: int,
+        reason: DropReason,
+        session: int | None = None,
+    ) -> None:
+        """Free the generation of a lease to write; all its ranks but ``session`` are told."""
+        lease = self.state.leases.pop(number)
+        others = tuple(each for each in lease.sessions if each != session)
+        effect = DropEffect(generation=lease.generation, lease=number, sessions=others, reason=reason)
+        self.effects.append(effect)
+
+    def pin(self, event: PinEvent) -> None:
+        """Let a session read a committed generation."""
+        if event.generation in self.state.generations:
+            self.state.pins |= {(event.session, event.generation)}
+            self.done(event.session, event.generation)
+        else:
+            self.refuse(event.session, "generation")
+
+    def claim(self, event: ClaimEvent) -> None:
+        """Give an engine the highest epoch; an update by an engine of a lower one is over."""
+        cohort = self.cohort(event.cohort)
+        epoch = max(cohort.epoch, event.seen) + 1
+        self.state.cohorts[event.cohort] = replace(cohort, epoch=epoch)
+        for number, lease in list(self.state.leases.items()):
+            if lease.is_rw and lease.cohort == event.cohort and lease.parent is not None:
+                self.drop(number, "stale_epoch")
+        self.done(event.session, epoch)
+
+    def gone(self, session: int) -> None:
+        """Forget a session: what its engine was writing is dropped, and what it read may be freed."""
+        state = self.state
+        state.waiting = tuple(each for each in state.waiting if each.session != session)
+        state.pins = frozenset(pin for pin in state.pins if pin[0] != session)
+        for number, lease in list(state.leases.items()):
+            if (rank := lease.rank_of(session)) is None:
+                continue
+            if lease.is_rw:
+                self.drop(number, "gone", session)
+            elif len(lease.sessions) == 1:
+                del state.leases[number]
+            else:
+                state.leases[number] = lease.with_rank(rank, RankState())
+
+    def tick(self) -> None:
+        """Refuse those that have waited too long, and drop what makes no progress."""
+        for number, lease in list(self.state.leases.items()):
+            if lease.is_rw and any(rank.due <= self.now for rank in lease.ranks):
+                self.drop(number, "stalled")
+        self.settle()  # who can be answered now is not refused
+        for ask in self.state.waiting:
+            if ask.deadline <= self.now:
+                self.refuse(ask.session, "timeout")
+        self.state.waiting = tuple(ask for ask in self.state.waiting if ask.deadline > self.now)
+
+    def reclaim(self) -> None:
+        """Free every generation that is neither pinned nor current."""
+        pinned = {generation for _, generation in self.state.pins}
+        for number in [number for number in self.retired() if number not in pinned]:
+            del self.state.generations[number]
+            self.effects.append(ReclaimEffect(generation=number))
+
+    def writing(self, session: int, number: int) -> tuple[WeightsLease, int] | None:
+        """Return a lease to write and the session's rank in it, or refuse the session."""
+        lease = self.state.leases.get(number)
+        rank = lease.rank_of(session) if lease is not None and lease.is_rw else None
+        if lease is None or rank is None:
+            self.refuse(session, "lease")
+            return None
+        return lease, rank
+
+    def cohort(self, name: str) -> Cohort:
+        """Return a cohort, which may be new."""
+        return self.state.cohorts.get(name, Cohort())
+
+    def number(self) -> int:
+        """Return a number for a new lease or generation."""
+        self.state.serial += 1
+        return self.state.serial
+
+    def refuse(self, session: int, code: RefusalCode) -> None:
+        """Answer that what a session asked for is not done."""
+        self.effects.append(RefuseEffect(session=session, code=code))
+
+    def done(self, session: int, number: int, missing: tuple[int, ...] = ()) -> None:
+        """Answer that what a session asked for is done."""
+        self.effects.append(DoneEffect(session=session, number=number, missing=missing))
+
+
+def unsealed(lease: WeightsLease) -> tuple[int, ...]:
+    """Return the ranks of a lease that have not sealed their slabs."""
+    return tuple(number for number, rank in enumerate(lease.ranks) if not rank.is_sealed)

@@ -1,0 +1,339 @@
+"""The lease of a cohort's KV memory on one rank, as pure data: who may write to it, and who may do so next.
+
+A successor gets its predecessor's memory only once the predecessor's process has ended, which its pidfd
+proves: a closed connection alone does not, as kernels may still run. If that takes too long, the successor
+gets fresh memory, and the service gives its descriptors of the old memory up: the kernel frees it with the
+last mapping. Without a pidfd nothing is ever proved, so then every successor gets fresh memory.
+
+Nothing here does I/O: :func:`kv_step` returns effects, which the server carries out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from math import inf
+from typing import Literal, assert_never
+
+
+class KVPhase(Enum):
+    """The states of the memory that the next engine may get."""
+
+    EMPTY = auto()  # there is none
+    MAKING = auto()  # new memory is being taken from the device
+    LEASED = auto()  # an engine writes to it
+    QUARANTINED = auto()  # its engine is disconnected, and its process may still write
+    SHAPED = auto()  # it is free, and has the shape that the cohort's engines use
+
+
+# stale_epoch: a newer engine has asked. fence: the predecessor's process has not ended, and the device has no
+# memory for a second set. memory: the device has too little. held: the holder lives, and has the same epoch.
+KVRefusalCode = Literal["stale_epoch", "fence", "memory", "held"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The memory of one rank."""
+
+    pool_bytes: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVAskEvent:
+    """A rank of an engine asks for its KV memory."""
+
+    session: int
+    process: int | None  # identifies the pidfd that fires when the asker has ended; None: there is none
+    epoch: int
+    shape: KVShape
+    deadline: float = inf  # until when it waits for the predecessor's end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMadeEvent:
+    """The memory for the asker was taken, or the device has too little."""
+
+    is_made: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGoneEvent:
+    """A session's connection has ended; its process may still run."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVReleaseEvent:
+    """The holder gives its memory back, and does not write to it any more."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEndedEvent:
+    """The pidfd of a process has fired."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEpochEvent:
+    """An engine of the cohort has claimed an epoch: lower ones get nothing any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTickEvent:
+    """Time has passed."""
+
+
+KVLeaseEvent = (
+    KVAskEvent | KVMadeEvent | KVGoneEvent | KVReleaseEvent | KVEndedEvent | KVEpochEvent | KVTickEvent
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MakeKV:
+    """Take memory for a set; KVMadeEvent follows."""
+
+    number: int
+    shape: KVShape
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKV:
+    """The asker may write to a set."""
+
+    session: int
+    number: int
+    is_fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseKV:
+    """The asker gets nothing."""
+
+    session: int
+    code: KVRefusalCode
+
+
+@dataclass(frozen=True, slots=True)
+class FreeKV:
+    """Give the descriptors of a set up; a process that still has it mapped keeps it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWriter:
+    """Kill a process, if the system allows it; KVEndedEvent follows when it has ended."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVReleased:
+    """A session holds no memory any more."""
+
+    session: int
+
+
+KVEffect = MakeKV | GrantKV | RefuseKV | FreeKV | KillWriter | KVReleased
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSet:
+    """Memory for the KV of one rank."""
+
+    number: int
+    shape: KVShape
+    writer: int | None = None  # the process that may write to it
+    is_quiet: bool = True  # nobody can write to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVState:
+    """The memory of one rank of a cohort."""
+
+    phase: KVPhase = KVPhase.EMPTY
+    epoch: int = 0  # the highest that was seen
+    current: KVSet | None = None  # in MAKING the set that is being made; None only in EMPTY
+    old: KVSet | None = None  # in MAKING: what the new set replaces, once it is there
+    holder: int | None = None  # session, in LEASED
+    ask: KVAskEvent | None = None  # who waits, in MAKING and QUARANTINED
+    serial: int = 0
+
+
+def kv_step(state: KVState, event: KVLeaseEvent, now: float = 0.0) -> tuple[KVState, list[KVEffect]]:
+    """Return the state after an event, and what is to be done, in order."""
+    lease = KVLease(state, now)
+    lease.apply(event)
+    return lease.state, lease.effects
+
+
+class KVLease:
+    """One step of the lease."""
+
+    def __init__(self, state: KVState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.effects: list[KVEffect] = []
+
+    def apply(self, event: KVLeaseEvent) -> None:
+        """Apply an event; then see whether the session that waits can be answered."""
+        match event:
+            case KVAskEvent():
+                self.on_ask(event)
+            case KVMadeEvent():
+                self.made(event.is_made)
+            case KVGoneEvent():
+                self.gone(event.session)
+            case KVReleaseEvent():
+                self.release(event.session)
+            case KVEndedEvent():
+                self.ended(event.process)
+            case KVEpochEvent():
+                self.raise_epoch(event.epoch)
+            case KVTickEvent():
+                self.tick()
+            case _:
+                assert_never(event)
+
+    def on_ask(self, ask: KVAskEvent) -> None:
+        """Take a request; of two that wait, the one of the higher epoch stays."""
+        state = self.state
+        if ask.epoch < state.epoch:
+            self.effects.append(RefuseKV(ask.session, "stale_epoch"))
+            return
+        is_second = ask.epoch == state.epoch and (state.ask is not None or state.phase is KVPhase.LEASED)
+        own = (state.holder, None if state.ask is None else state.ask.session)
+        if is_second or ask.session in own:
+            self.effects.append(RefuseKV(ask.session, "held"))
+            return
+        self.raise_epoch(ask.epoch)
+        self.set(ask=ask)
+        match self.state.phase:
+            case KVPhase.EMPTY:
+                self.make()
+            case KVPhase.SHAPED:
+                self.reuse()
+            case KVPhase.LEASED | KVPhase.QUARANTINED:
+                self.quarantine()
+            case KVPhase.MAKING:
+                pass  # `made` compares the shapes
+
+    def quarantine(self) -> None:
+        """Wait for the end of the process that writes; nothing proves that of a process without a pidfd."""
+        current = self.state.current
+        assert current is not None
+        self.set(phase=KVPhase.QUARANTINED, holder=None)
+        if current.writer is not None:
+            if self.state.ask is not None:
+                self.effects.append(KillWriter(current.writer))
+            return
+        self.effects.append(FreeKV(current.number))
+        self.set(phase=KVPhase.EMPTY, current=None)
+        if self.state.ask is not None:
+            self.make()
+
+    def make(self, old: KVSet | None = None) -> None:
+        """Take memory for the session that waits, in place of the set `old`."""
+        ask, serial = self.state.ask, self.state.serial + 1
+        assert ask is not None
+        current = KVSet(number=serial, shape=ask.shape)
+        self.set(phase=KVPhase.MAKING, current=current, old=old, serial=serial)
+        self.effects.append(MakeKV(serial, ask.shape))
+
+    def reuse(self) -> None:
+        """Give the free set to the session that waits, or a new one if it has another shape."""
+        ask, current = self.state.ask, self.state.current
+        assert ask is not None and current is not None and current.is_quiet
+        if current.shape == ask.shape:
+            self.grant(current, is_fresh=False)
+        else:
+            self.effects.append(FreeKV(current.number))
+            self.make()
+
+    def grant(self, memory: KVSet, *, is_fresh: bool) -> None:
+        """Lease a set to the session that waits."""
+        ask = self.state.ask
+        assert ask is not None
+        memory = replace(memory, writer=ask.process, is_quiet=False)
+        self.set(phase=KVPhase.LEASED, current=memory, old=None, holder=ask.session, ask=None)
+        self.effects.append(GrantKV(ask.session, memory.number, is_fresh))
+
+    def made(self, is_made: bool) -> None:
+        """Grant what was made. If there is too little memory, the set that it was to replace stays."""
+        ask, current, old = self.state.ask, self.state.current, self.state.old
+        if self.state.phase is not KVPhase.MAKING or current is None:
+            return
+        if is_made and ask is not None and ask.shape == current.shape:
+            if old is not None:
+                self.effects.append(FreeKV(old.number))
+            self.grant(current, is_fresh=True)
+            return
+        if is_made:  # the session has gone meanwhile, or another one with another shape has come
+            self.effects.append(FreeKV(current.number))
+        if old is None:
+            self.set(phase=KVPhase.EMPTY, current=None)
+        else:
+            self.set(phase=KVPhase.SHAPED if old.is_quiet else KVPhase.QUARANTINED, current=old, old=None)
+        if ask is None:
+            return
+        if old is not None and old.is_quiet:
+            self.reuse()
+        elif is_made:
+            self.make(old)
+        else:
+            self.effects.append(RefuseKV(ask.session, "memory" if old is None else "fence"))
+            self.set(ask=None)
+
+    def gone(self, session: int) -> None:
+        """Note the end of a connection; the process at its other end may still write."""
+        if self.state.ask is not None and self.state.ask.session == session:
+            self.set(ask=None)
+        elif self.state.holder == session:
+            self.quarantine()
+
+    def release(self, session: int) -> None:
+        """Take the memory back from a holder that says that it has unmapped it; others have none."""
+        current = self.state.current
+        if self.state.holder == session and current is not None:
+            current = replace(current, writer=None, is_quiet=True)
+            self.set(phase=KVPhase.SHAPED, holder=None, current=current)
+        self.effects.append(KVReleased(session))
+
+    def ended(self, process: int) -> None:
+        """Note the end of a process: what it alone could write is free, and it gets nothing more."""
+        if self.state.ask is not None and self.state.ask.process == process:
+            self.set(ask=None)  # its pidfd fires only once: nothing would end its lease
+        state = self.state
+        if state.old is not None and state.old.writer == process:
+            self.set(old=replace(state.old, writer=None, is_quiet=True))
+        if state.current is None or state.current.writer != process:
+            return
+        current = replace(state.current, writer=None, is_quiet=True)
+        self.set(phase=KVPhase.SHAPED, holder=None, current=current)
+        if state.ask is not None:
+            self.reuse()
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Refuse a waiting session of a lower epoch."""
+        ask = self.state.ask
+        if ask is not None and ask.epoch < epoch:
+            self.effects.append(RefuseKV(ask.session, "stale_epoch"))
+            self.set(ask=None)
+        self.set(epoch=max(self.state.epoch, epoch))
+
+    def tick(self) -> None:
+        """Stop waiting for a process that does not end."""
+        ask, current = self.state.ask, self.state.current
+        if self.state.phase is KVPhase.QUARANTINED and ask is not None and ask.deadline <= self.now:
+            self.make(current)
+
+    def set(self, **changes: object) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""What must hold in every state of the weights' lock and in each of its steps, and the events to try."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal
+
+from segue.gms import fsm
+from segue.gms.lock_state import (
+    AbortEvent,
+    AskEvent,
+    AskMode,
+    ClaimEvent,
+    CommitEffect,
+    DoneEffect,
+    DropEffect,
+    FlipEvent,
+    GoneEvent,
+    GrantEffect,
+    JoinEvent,
+    PinEvent,
+    RankState,
+    ReclaimEffect,
+    RefuseEffect,
+    SealEvent,
+    TickEvent,
+    UnpinEvent,
+    WeightsEffect,
+    WeightsEvent,
+    WeightsLease,
+    WeightsState,
+)
+from tests.gms.exploring import Violation
+
+SOON, LATE = 1.0, 1e6  # the deadline of those that wait, and a time after all deadlines
+Answer = GrantEffect | RefuseEffect | DoneEffect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What the sessions, which are all alike, may do."""
+
+    asks: tuple[AskEvent, ...]  # each of them by any session
+    num_sessions: int = 4
+    max_epoch: int = 0
+    pins: Literal["none", "unpin", "all"] = "none"  # which events about pins happen
+
+
+def ask(mode: AskMode = "rw_or_ro", cohort: str = "a", size: int = 1, key: str = "k") -> AskEvent:
+    return AskEvent(session=0, cohort=cohort, size=size, key=key, mode=mode, deadline=SOON)
+
+
+def update(epoch: int) -> AskEvent:
+    return replace(ask("rw"), is_update=True, epoch=epoch)
+
+
+def events(scenario: Scenario, state: WeightsState) -> Iterator[tuple[WeightsEvent, float]]:
+    """Yield each event that can happen in a state, with its time; of idle sessions, only those of one."""
+    yield TickEvent(), 0.5
+    yield TickEvent(), LATE
+    busy = sessions_of(state)
+    for session in [*busy, *([len(busy) + 1] if len(busy) < scenario.num_sessions else [])]:
+        for each in scenario.asks:
+            yield replace(each, session=session), 0.0
+        yield GoneEvent(session=session), 0.0
+        for lease, found in state.leases.items():
+            if found.rank_of(session) is not None:
+                yield SealEvent(session=session, lease=lease), 0.0
+                yield FlipEvent(session=session, lease=lease), 0.0
+                yield AbortEvent(session=session, lease=lease), 0.0
+            elif found.rank_of(session) is None and len(found.ranks) > 1:
+                yield JoinEvent(session=session, lease=lease, rank=1), 0.0
+        if scenario.pins != "none":
+            for generation in state.generations:
+                if (session, generation) in state.pins:
+                    yield UnpinEvent(session=session, generation=generation), 0.0
+                elif scenario.pins == "all":
+                    yield PinEvent(session=session, generation=generation), 0.0
+    for name, cohort in state.cohorts.items():
+        if cohort.epoch < scenario.max_epoch:
+            yield ClaimEvent(session=1, cohort=name, seen=0), 0.0
+
+
+def sessions_of(state: WeightsState) -> list[int]:
+    """The sessions that a state knows, in an order that their numbers do not decide."""
+    found = [session for lease in state.leases.values() for session in lease.sessions]
+    found += [each.session for each in state.waiting]
+    pins: dict[int, list[int]] = {}
+    for session, generation in sorted(state.pins):
+        pins.setdefault(session, []).append(generation)
+    found += sorted((session for session in pins if session not in found), key=lambda session: pins[session])
+    return list(dict.fromkeys(found))
+
+
+def renumbered(state: WeightsState) -> WeightsState:
+    """The same state with the smallest numbers: those of sessions, leases and generations mean nothing."""
+    session = {old: new for new, old in enumerate(sessions_of(state), 1)}
+    written = (lease.generation for lease in state.leases.values())
+    number = {old: new for new, old in enumerate(sorted({*state.leases, *state.generations, *written}), 1)}
+
+    def renew(lease: WeightsLease) -> WeightsLease:
+        due = fsm.STALLED_S if lease.is_rw else inf
+        ranks = (
+            RankState(r.session and session[r.session], r.is_sealed, due=inf if r.is_sealed else due)
+            for r in lease.ranks
+        )
+        parent = None if lease.parent is None else 0
+        return replace(lease, ranks=tuple(ranks), generation=number.get(lease.generation, 0), parent=parent)
+
+    return WeightsState(
+        {
+            name: replace(each, current=each.current and number[each.current])
+            for name, each in sorted(state.cohorts.items())
+        },
+        {number[old]: each for old, each in state.generations.items()},
+        {number[old]: renew(each) for old, each in state.leases.items()},
+        frozenset((session[who], number[what]) for who, what in state.pins),
+        tuple(replace(each, session=session[each.session]) for each in state.waiting),
+        len(number),
+    )
+
+
+def identity(state: WeightsState) -> Hashable:
+    parts = (tuple(part.items()) for part in (state.cohorts, state.generations, state.leases))
+    return (*parts, state.pins, state.waiting)
+
+
+def need(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def checked(state: WeightsState, event: WeightsEvent, now: float) -> WeightsState:
+    """Take a step, and check its result."""
+    after, effects = fsm.step(state, event, now)
+    check_state(after)
+    check_answers(state, event, now, after, effects)
+    check_effects(state, event, after, effects)
+    return after
+
+
+def check_state(state: WeightsState) -> None:
+    writers = [lease for lease in state.leases.values() if lease.is_rw]
+    loads = [lease.key for lease in writers if lease.parent is None]
+    cohorts = [lease.cohort for lease in writers]
+    need(len(set(cohorts)) == len(cohorts), "two engines of a cohort write")
+    need(len(set(loads)) == len(loads), "two engines load the same weights")
+    need(all(lease.generation not in state.generations for lease in writers), "a lease writes what is read")
+    need(all(number in state.generations for _, number in state.pins), "an uncommitted generation is pinned")
+    currents = {cohort.current for cohort in state.cohorts.values() if cohort.current is not None}
+    need(currents <= set(state.generations), "a current generation is freed")
+    pinned = {number for _, number in state.pins}
+    need(set(state.generations) <= currents | pinned, "an unused generation is kept")
+    for each in state.waiting:
+        cohort = state.cohorts.get(each.cohort)
+        builds = each.cohort in cohorts
+        if each.is_update:
+            need(builds, "an update waits for nothing")
+            continue
+        need(cohort is None or cohort.current is None, "a session waits for committed weights")
+        shared = [g for g in state.generations.values() if g.is_loaded and g.key == each.key]
+        need(not shared, "a session waits for weights of another cohort")
+        need(builds or each.key in loads or each.mode == "ro", "a session waits although it could load")
+
+
+def check_answers(
+    before: WeightsState,
+    event: WeightsEvent,
+    now: float,
+    after: WeightsState,
+    effects: list[WeightsEffect],
+) -> None:
+    """Everybody who asked is answered once, now or later."""
+    answers = [each.session for each in effects if isinstance(each, Answer)]
+    owed = [each.session for each in before.waiting]
+    if not isinstance(event, TickEvent | GoneEvent):
+        owed.append(event.session)
+    elif isinstance(event, GoneEvent):
+        owed = [session for session in owed if session != event.session]
+    need(sorted(owed) == sorted([*answers, *(each.session for each in after.waiting)]), "an answer is lost")
+    if isinstance(event, TickEvent):
+        need(all(each.deadline > now for each in after.waiting), "a session waits too long")
+
+
+def check_effects(
+    before: WeightsState, event: WeightsEvent, after: WeightsState, effects: list[WeightsEffect]
+) -> None:
+    had = {*before.generations, *(lease.generation for lease in before.leases.values() if lease.is_rw)}
+    has = {*after.generations, *(lease.generation for lease in after.leases.values() if lease.is_rw)}
+    freed = [each.generation for each in effects if isinstance(each, DropEffect | ReclaimEffect)]
+    need(len(set(freed)) == len(freed), "a generation is freed twice")
+    need(not set(freed) & has, "a generation in use is freed")
+    need(had - has <= set(freed), "a generation's memory is lost")
+    asked = {each.session: each for each in before.waiting}
+    if isinstance(event, AskEvent):
+        asked.setdefault(event.session, event)
+    for each in effects:
+        if isinstance(each, CommitEffect):
+            check_commit(before, after, each)
+        elif isinstance(each, GrantEffect) and not isinstance(event, JoinEvent):
+            check_grant(before, after, asked[each.session], each)
+        elif isinstance(each, DropEffect):
+            need(each.lease not in after.leases, "a dropped lease is kept")
+            others = set(before.leases[each.lease].sessions) if each.lease in before.leases else set()
+            told = {*each.sessions, *([] if isinstance(event, TickEvent) else [event.session])}
+            need(others <= told, "a rank of a dropped lease is not told")
+    if isinstance(event, GoneEvent):
+        need(all(session != event.session for session, _ in after.pins), "a gone session pins")
+        leases = after.leases.values()
+        need(all(lease.rank_of(event.session) is None for lease in leases), "a gone session has a lease")
+    if isinstance(event, ClaimEvent):
+        updates = [each for each in after.leases.values() if each.is_rw and each.parent is not None]
+        need(all(each.cohort != event.cohort for each in updates), "an old engine's update goes on")
+        need(after.cohorts[event.cohort].epoch > event.seen, "a claimed epoch is not the highest")
+    for name, cohort in before.cohorts.items():
+        need(after.cohorts[name].epoch >= cohort.epoch, "an epoch falls")
+
+
+def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect) -> None:
+    lease = next(each for each in before.leases.values() if each.generation == effect.generation)
+    need(all(rank.is_sealed for rank in lease.ranks), "an unsealed rank is committed")
+    need(None not in [rank.session for rank in lease.ranks], "a rank that is away is committed")
+    is_loaded = after.generations[effect.generation].is_loaded
+    need(is_loaded == (lease.parent is None), "an update counts as loaded from files")
+    pins = {(session, effect.generation) for session in lease.sessions}
+    need(pins <= after.pins, "a rank of the loader does not pin what it has loaded")
+
+
+def check_grant(before: WeightsState, after: WeightsState, asked: AskEvent, effect: GrantEffect) -> None:
+    if asked.is_update:
+        need(asked.epoch == after.cohorts[asked.cohort].epoch, "an engine of another epoch updates")
+    if effect.mode == "ro":
+        generation = after.generations[effect.generation]
+        need(asked.mode != "rw", "an engine reads that asked to write")
+        need(generation.key == asked.key, "an engine reads other weights")
+        had = before.cohorts.get(asked.cohort)
+        if had is None or had.current is None:
+            need(generation.is_loaded, "a cohort reads another cohort's update")

@@ -1,0 +1,266 @@
+"""The lease of KV memory: every reachable state, random walks, planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.gms.kv_fsm import (
+    FreeKV,
+    GrantKV,
+    KVAskEvent,
+    KVEndedEvent,
+    KVEpochEvent,
+    KVGoneEvent,
+    KVLease,
+    KVLeaseEvent,
+    KVMadeEvent,
+    KVPhase,
+    KVReleased,
+    KVReleaseEvent,
+    KVShape,
+    KVState,
+    KVTickEvent,
+    MakeKV,
+    RefuseKV,
+    kv_step,
+)
+from tests.gms.exploring import Violation, explore
+
+SMALL, LARGE = KVShape(2, 2), KVShape(4, 2)
+DEADLINE, LATE = 1.0, 9.0
+MAX_EPOCH = 2
+SESSIONS = (1, 2, 3, 4)  # process 10 + session; session 4 has no pidfd
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The lease, and what is true of the processes and of memory."""
+
+    lease: KVState = field(default_factory=KVState)
+    waiting: frozenset[int] = frozenset()  # sessions that are owed an answer
+    living: frozenset[int] = frozenset(SESSIONS)  # sessions whose process runs
+    mapped: frozenset[tuple[int, int]] = frozenset()  # (session, set): it may write there
+    sets: frozenset[int] = frozenset()  # those that the service holds
+    granted: int = 0  # the epoch of the last grant
+
+
+def need(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+def ask(session: int, epoch: int, shape: KVShape) -> KVAskEvent:
+    process = None if session == 4 else 10 + session
+    return KVAskEvent(session=session, process=process, epoch=epoch, shape=shape, deadline=DEADLINE)
+
+
+def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
+    for session in SESSIONS:
+        if session in world.living:
+            if session not in world.waiting:
+                for epoch in range(1, MAX_EPOCH + 1):
+                    yield ask(session, epoch, SMALL), 0.0
+                    if session == 2:
+                        yield ask(session, epoch, LARGE), 0.0
+            yield KVReleaseEvent(session=session), 0.0
+            yield KVGoneEvent(session=session), 0.0
+            if session != 4:
+                yield KVEndedEvent(process=10 + session), 0.0
+    if world.lease.phase is KVPhase.MAKING:
+        yield KVMadeEvent(is_made=True), 0.0
+        yield KVMadeEvent(is_made=False), 0.0
+    yield KVEpochEvent(epoch=MAX_EPOCH), 0.0
+    yield KVTickEvent(), 0.0
+    yield KVTickEvent(), LATE
+
+
+def checked(world: World, event: KVLeaseEvent, now: float) -> World:
+    lease, effects = kv_step(world.lease, event, now)
+    waiting, living, mapped, sets = map(set, (world.waiting, world.living, world.mapped, world.sets))
+    granted = world.granted
+    match event:
+        case KVAskEvent():
+            waiting.add(event.session)
+        case KVGoneEvent():
+            waiting.discard(event.session)
+        case KVEndedEvent():
+            living.discard(event.process - 10)
+            waiting.discard(event.process - 10)  # its connection's end follows
+            mapped = {(who, what) for who, what in mapped if who != event.process - 10}
+        case KVReleaseEvent() if event.session == world.lease.holder:
+            mapped = {(who, what) for who, what in mapped if who != event.session}
+        case KVMadeEvent(is_made=True):
+            assert world.lease.current is not None
+            sets.add(world.lease.current.number)
+    for effect in effects:
+        match effect:
+            case GrantKV():
+                need(effect.number in sets, "a set that is not there is granted")
+                need(
+                    all(what != effect.number for _, what in mapped), "a set is granted that others write to"
+                )
+                assert lease.current is not None
+                need(lease.epoch >= granted, "an older engine is granted")
+                need(
+                    effect.session in waiting & living,
+                    "a session is granted that has not asked, or has ended",
+                )
+                granted = lease.epoch
+                waiting.discard(effect.session)
+                mapped.add((effect.session, effect.number))
+            case RefuseKV(code=code):
+                if (
+                    code == "stale_epoch"
+                    and isinstance(event, KVAskEvent)
+                    and event.session == effect.session
+                ):
+                    need(event.epoch < lease.epoch, "the newest engine is refused as an old one")
+                waiting.discard(effect.session)
+            case FreeKV():
+                need(effect.number in sets, "a set is freed twice")
+                sets.discard(effect.number)
+            case MakeKV() | KVReleased():
+                pass
+    kept = {each.number for each in (lease.current, lease.old) if each is not None}
+    if lease.phase is KVPhase.MAKING and lease.current is not None:
+        kept.discard(lease.current.number)
+    need(kept == sets, "a set is lost, or one that was freed is kept")
+    if isinstance(event, KVAskEvent) and event.epoch < world.lease.epoch:
+        need(event.session not in waiting, "an older engine waits")
+    asked = set() if lease.ask is None else {lease.ask.session}
+    need(waiting <= asked, "a session waits that nobody will answer")
+    if lease.phase is KVPhase.QUARANTINED:
+        writer = lease.current and lease.current.writer
+        need(writer is not None and writer - 10 in living, "a quarantine that nothing ends")
+    need(lease.phase in (KVPhase.MAKING, KVPhase.QUARANTINED) or lease.ask is None, "an ask is not answered")
+    if isinstance(event, KVTickEvent) and now == LATE:
+        need(lease.phase is not KVPhase.QUARANTINED or lease.ask is None, "a session waits too long")
+    return World(lease, *map(frozenset, (waiting, living, mapped, sets)), granted)  # type: ignore[arg-type]
+
+
+def renumbered(world: World) -> World:
+    """The same world with the smallest numbers of sets; a process that has ended is replaced by a new one."""
+    lease = world.lease
+    numbers = sorted({each.number for each in (lease.current, lease.old) if each} | set(world.sets))
+    new = {old: number for number, old in enumerate(numbers, 1)}
+
+    def renew(each: object) -> object:
+        return None if each is None else replace(each, number=new[each.number])  # type: ignore
+
+    lease = replace(lease, current=renew(lease.current), old=renew(lease.old), serial=len(new))
+    return replace(
+        world,
+        lease=lease,
+        living=frozenset(SESSIONS),
+        sets=frozenset(new[number] for number in world.sets),
+        mapped=frozenset((who, new[what]) for who, what in world.mapped if what in new),
+    )
+
+
+def identity(world: World) -> Hashable:
+    return replace(world, granted=0)
+
+
+def explored() -> int:
+    return explore(World(), events, lambda world, event: renumbered(checked(world, *event)), identity)
+
+
+def test_every_reachable_state_keeps_the_invariants() -> None:
+    assert explored() > 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_walks_keep_the_invariants(data: st.DataObject) -> None:
+    world = World()
+    for _ in range(30):
+        possible = list(events(world))
+        event, now = possible[data.draw(st.integers(0, len(possible) - 1))]
+        world = renumbered(checked(world, event, now))
+
+
+Patch = pytest.MonkeyPatch
+BUGS: dict[str, Callable[[Patch], None]] = {}
+
+
+def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def the_end_of_a_connection_counts_as_the_end_of_its_process(patch: Patch) -> None:
+    gone = KVLease.gone
+
+    def hasty(self: KVLease, session: int) -> None:
+        current = self.state.current
+        if session == self.state.holder and current is not None:
+            current = replace(current, writer=None, is_quiet=True)
+            self.set(phase=KVPhase.SHAPED, holder=None, current=current)
+        gone(self, session)
+
+    patch.setattr(KVLease, "gone", hasty)
+
+
+@bug
+def a_process_without_a_pidfd_counts_as_ended(patch: Patch) -> None:
+    quarantine = KVLease.quarantine
+
+    def trusting(self: KVLease) -> None:
+        current = self.state.current
+        if current is not None and current.writer is None:
+            self.set(phase=KVPhase.SHAPED, holder=None, current=replace(current, is_quiet=True))
+            if self.state.ask is not None:
+                self.reuse()
+        else:
+            quarantine(self)
+
+    patch.setattr(KVLease, "quarantine", trusting)
+
+
+@bug
+def an_older_engine_is_granted_memory(patch: Patch) -> None:
+    on_ask = KVLease.on_ask
+    patch.setattr(
+        KVLease, "on_ask", lambda self, event: on_ask(self, replace(event, epoch=max(event.epoch, 2)))
+    )
+
+
+@bug
+def a_set_is_lost_when_there_is_too_little_memory(patch: Patch) -> None:
+    made = KVLease.made
+
+    def forgetful(self: KVLease, is_made: bool) -> None:
+        if not is_made:
+            self.set(old=None)
+        made(self, is_made)
+
+    patch.setattr(KVLease, "made", forgetful)
+
+
+@bug
+def a_session_waits_for_a_process_for_ever(patch: Patch) -> None:
+    patch.setattr(KVLease, "tick", lambda self: None)
+
+
+@bug
+def the_replaced_set_is_kept(patch: Patch) -> None:
+    grant = KVLease.grant
+
+    def hoarding(self: KVLease, memory: object, *, is_fresh: bool) -> None:
+        self.effects = [each for each in self.effects if not isinstance(each, FreeKV)]
+        grant(self, memory, is_fresh=is_fresh)  # type: ignore[arg-type]
+
+    patch.setattr(KVLease, "grant", hoarding)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: Patch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises(Violation):
+        explored()
