@@ -296,3 +296,14 @@ class KVProtocolError(KVLinkError, code="kv_protocol"):
 
 class KVLinkLostError(KVLinkError, code="kv_link_lost"):
     """The other worker cannot be reached, closed the connection, or is silent for too long."""
+
+
+class MemoryServiceError(SegueError, status=503, code="memory_service"):
+    """The memory service (``segue gms``) cannot be started, cannot be reached, or refuses a call.
+
+    ``code`` is the one of the refusal, where it is one.
+    """
+
+
+class WeightsMismatchError(MemoryServiceError, code="mismatch"):
+    """The memory service has other weights for the cohort than the engine wants."""
