@@ -63,6 +63,10 @@ class ChildStartError(SegueError, status=503):
     """A process of a cluster, or of its router, ended before it was ready for the first time."""
 
 
+class ManifestError(ConfigError):
+    """A Kubernetes manifest has something that a machine without Kubernetes cannot do."""
+
+
 class ModelFileError(ConfigError):
     """A model file is missing, truncated or corrupt, or does not fit its config."""
 
@@ -292,3 +296,14 @@ class KVProtocolError(KVLinkError, code="kv_protocol"):
 
 class KVLinkLostError(KVLinkError, code="kv_link_lost"):
     """The other worker cannot be reached, closed the connection, or is silent for too long."""
+
+
+class MemoryServiceError(SegueError, status=503, code="memory_service"):
+    """The memory service (``segue gms``) cannot be started, cannot be reached, or refuses a call.
+
+    ``code`` is the one of the refusal, where it is one.
+    """
+
+
+class WeightsMismatchError(MemoryServiceError, code="mismatch"):
+    """The memory service has other weights for the cohort than the engine wants."""
