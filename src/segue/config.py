@@ -161,6 +161,12 @@ class EngineConfig(Options):
         maximum=1e6,
     )
 
+    enable_memory_saver: bool = _memory(
+        False,
+        "Let clients release the memory of weights and KV cache and resume it later "
+        "(/release_memory_occupation, /sleep): it then stays at the same addresses.",
+    )
+
     max_running_requests: int | None = _scheduling(
         None, "Most requests that run at once; default: 16 on CPU, 256 on CUDA.", minimum=1, maximum=65536
     )

@@ -20,6 +20,7 @@ from rich.table import Table
 import segue
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
 from segue.cli.flags import join_lists, setting, with_options
+from segue.cli.gms import gms_app
 from segue.cli.remote import Remote, control_app
 from segue.cluster.config import ClusterConfig
 from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(gms_app, name="gms")
 app.add_typer(control_app)
 
 

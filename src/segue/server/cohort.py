@@ -15,7 +15,7 @@ from segue.errors import ConfigError, DiscoveryError
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, sign_of
-from segue.launch.runtime import in_thread
+from segue.launch.in_thread import in_thread
 
 
 class CohortMember:
