@@ -90,7 +90,7 @@ def test_a_router_of_several_processes_lets_requests_wait_for_the_successor(tmp_
             assert sorted(len(each.given) for each in second.exchanges if each.is_leg) == [0, 3]
         await second.die()
 
-    run(test())
+    asyncio.run(asyncio.wait_for(test(), 90))  # three processes start
 
 
 @pytest.mark.parametrize(
