@@ -63,6 +63,10 @@ class ChildStartError(SegueError, status=503):
     """A process of a cluster, or of its router, ended before it was ready for the first time."""
 
 
+class ManifestError(ConfigError):
+    """A Kubernetes manifest has something that a machine without Kubernetes cannot do."""
+
+
 class ModelFileError(ConfigError):
     """A model file is missing, truncated or corrupt, or does not fit its config."""
 
