@@ -63,6 +63,10 @@ class ChildStartError(SegueError, status=503):
     """A process of a cluster, or of its router, ended before it was ready for the first time."""
 
 
+class ManifestError(ConfigError):
+    """A Kubernetes manifest has something that a machine without Kubernetes cannot do."""
+
+
 class ModelFileError(ConfigError):
     """A model file is missing, truncated or corrupt, or does not fit its config."""
 
@@ -203,6 +207,18 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
 
+class WeightsReleasedError(SegueError, status=503, code="weights_released"):
+    """The memory of the weights was released, and they have not all been sent or loaded since."""
+
+
+class MemorySaverError(SegueError, status=400, type="invalid_request_error", code="memory_saver"):
+    """Memory cannot be released or resumed: the engine was started without it, or weights are updated now."""
+
+
+class MemoryResumeError(SegueError, status=503, code="memory_not_moved"):
+    """Memory could not be taken again, or not be backed up. What was released is still released."""
+
+
 class SharedMemoryError(SegueError):
     """Shared memory of another process cannot be mapped, or that process cannot be watched."""
 
@@ -280,3 +296,14 @@ class KVProtocolError(KVLinkError, code="kv_protocol"):
 
 class KVLinkLostError(KVLinkError, code="kv_link_lost"):
     """The other worker cannot be reached, closed the connection, or is silent for too long."""
+
+
+class MemoryServiceError(SegueError, status=503, code="memory_service"):
+    """The memory service (``segue gms``) cannot be started, cannot be reached, or refuses a call.
+
+    ``code`` is the one of the refusal, where it is one.
+    """
+
+
+class WeightsMismatchError(MemoryServiceError, code="mismatch"):
+    """The memory service has other weights for the cohort than the engine wants."""

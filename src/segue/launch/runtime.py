@@ -117,6 +117,12 @@ class Runtime:
             raise ConfigError(
                 f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
             )
+        if config.enable_memory_saver and config.role != "both":
+            raise ConfigError(
+                f"enable_memory_saver=True with role={config.role!r}: other engines write to this engine's "
+                "KV cache, so it cannot be released; use role='both'",
+                param="enable_memory_saver",
+            )
         source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command, life=life)

@@ -98,5 +98,5 @@ class CohortMember:
 
 def _default_id() -> str:
     """Returns a name for this engine: that of the host, and the process id."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40].strip(".-")
+    host = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower()).strip("-")[:40].strip("-")
     return f"{host or 'engine'}-{os.getpid()}"

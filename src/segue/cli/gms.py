@@ -1,0 +1,158 @@
+"""``segue gms``: the memory service, and what asks it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from segue.cli.flags import setting, with_options
+from segue.gms.config import SERVE_GROUP, GmsConfig
+
+gms_app = typer.Typer(
+    help="Keep weights in memory that outlives the engines, and share them.", no_args_is_help=True
+)
+
+
+@gms_app.command()
+@with_options(GmsConfig)
+def serve(config: GmsConfig) -> None:
+    """Run the memory service of this machine, for all devices.
+
+    Every option can also be set by the environment variable that its help names.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `segue serve`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import asyncio
+
+    from segue.gms import lifecycle
+    from segue.gms.service import MemoryService
+    from segue.logs import configure
+
+    def print_ready(service: MemoryService, path: str) -> None:
+        devices = ", ".join(service.store.vmms)
+        line = f"[bold green]Ready[/bold green] at [bold]{escape(path)}[/bold]: devices {escape(devices)}"
+        Console(highlight=False).print(line, soft_wrap=True)
+
+    configure(config.log_level)
+    sys.exit(asyncio.run(lifecycle.serve(config, print_ready)))
+
+
+@gms_app.command()
+@with_options(GmsConfig, without=SERVE_GROUP)
+def ready(
+    config: GmsConfig,
+    timeout_s: Annotated[
+        float, setting("timeout_s", "Seconds in which the service must answer.", group="Place", min=0)
+    ] = 2.0,
+) -> None:
+    """Exit with 0 if the memory service answers for every one of its devices; a probe can run this."""
+    from segue.gms.client import GmsClient, GmsTarget
+
+    with _watch(config, timeout_s) as client:
+        devices = client.opened.devices
+    for device in devices:
+        target = GmsTarget(
+            directory=config.gms_dir,
+            device=device,
+            token=config.gms_token,
+            connect_s=timeout_s,
+            engine="ready",
+        )
+        GmsClient(target).close()
+    typer.echo(f"ready: {', '.join(devices)}")
+
+
+@gms_app.command()
+@with_options(GmsConfig, without=SERVE_GROUP)
+def status(
+    config: GmsConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")] = False,
+) -> None:
+    """Show which weights the memory service has, and who uses them."""
+    with _watch(config) as client:
+        found = client.status()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    console = Console(highlight=False)
+    for title, table in status_tables(found):
+        console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+        console.print(table)
+
+
+@gms_app.command()
+@with_options(GmsConfig, without=SERVE_GROUP)
+def events(
+    config: GmsConfig,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="Go on with new events.", rich_help_panel="Output")
+    ] = True,
+) -> None:
+    """Print what has happened in the memory service: its last 256 events, and then each new one."""
+    with _watch(config) as client:
+        since = 0
+        while True:
+            for event in client.events(since):
+                at = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
+                typer.echo(f"{at} {event.kind:16} {event.text}")
+                since = event.number
+            if not follow:
+                return
+            time.sleep(0.2)
+
+
+def _watch(config: GmsConfig, timeout_s: float = 2.0) -> Any:
+    """Return a client that only looks."""
+    from segue.gms.client import GmsClient, GmsTarget
+
+    target = GmsTarget(directory=config.gms_dir, tag="watch", token=config.gms_token, connect_s=timeout_s)
+    return GmsClient(target)
+
+
+def status_tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
+    """Return the tables that show the state of the service, and their titles."""
+    tables: list[tuple[str, Table]] = []
+
+    def add(title: str, columns: list[str], rows: list[list[object]]) -> None:
+        table = Table(box=None, pad_edge=False)
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(escape(str(cell)) for cell in row))
+        tables.append((title, table))
+
+    def mib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**20:.0f} MiB"
+
+    add(
+        f"Memory service {found['incarnation']}",
+        ["device", "slabs"],
+        [[name, mib(num_bytes)] for name, num_bytes in found["devices"].items()],
+    )
+    rows: list[list[object]] = [
+        [
+            each["generation"],
+            each["state"],
+            ", ".join(each["cohorts"]) or "-",
+            mib(each["bytes"]),
+            "\n".join(each["readers"]) or "-",
+        ]
+        for each in found["generations"]
+    ]
+    add("Generations", ["generation", "state", "cohorts", "size", "used by"], rows)
+    rows = [[name, each["current"] or "-", each["epoch"]] for name, each in found["cohorts"].items()]
+    add("Cohorts", ["cohort", "generation", "epoch"], rows)
+    names = ["session", "pid", "tag", "cohort", "engine", "rank", "device", "seconds"]
+    add("Sessions", names, [[each[name] for name in names] for each in found["sessions"]])
+    if found["waiting"]:
+        add("Waiting for weights", ["engine"], [[name] for name in found["waiting"]])
+    return tables

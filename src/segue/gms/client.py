@@ -1,0 +1,329 @@
+"""The client of the memory service: blocking calls, for the threads of a worker and for tools."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from segue.errors import MemoryServiceError, WeightsMismatchError
+from segue.gms import messages as wire
+from segue.gms.lock_state import AskMode
+from segue.gms.manifest import WeightsManifest, decode_manifest, encode_manifest
+from segue.gms.transport import FrameError, close, connect, packed, receive, send, unpacked
+from segue.memory import shared
+
+REPLY_S = 60.0  # the longest time that a call takes which does not wait for something
+ReplyKind = TypeVar("ReplyKind", bound=wire.Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GmsTarget:
+    """Which service a client talks to, and as whom."""
+
+    directory: str
+    tag: wire.Tag = "weights"
+    cohort: str = "default"
+    engine: str = "-"
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    token: str | None = None
+    connect_s: float = 60.0  # how long a service is waited for
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+
+
+class GmsClient:
+    """A session with the service. One call at a time: other threads wait for it.
+
+    Every method raises MemoryServiceError if the service cannot be reached or refuses the call; `code` says
+    why, and is "lost" if the connection has ended.
+    """
+
+    def __init__(self, target: GmsTarget, pins: Sequence[int] = ()) -> None:
+        """Connect; `pins` are the generations that this process read in an earlier session."""
+        self.target = target
+        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()
+        self._calls = 0
+        self._lock = threading.Lock()
+        self.opened = self._open(pins)
+
+    def _open(self, pins: Sequence[int]) -> wire.SessionOpened:
+        """Connect and shake hands; a service that is not there yet is waited for."""
+        target, deadline = self.target, time.monotonic() + self.target.connect_s
+        while True:
+            try:
+                self._socket = connect(target.directory, REPLY_S)
+                break
+            except MemoryServiceError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.05)
+        hello = wire.OpenSession(
+            call=self._next(),
+            protocol=wire.PROTOCOL,
+            tag=target.tag,
+            cohort=target.cohort,
+            engine=target.engine,
+            rank=target.rank,
+            size=target.size,
+            device=target.device,
+            nonce=target.nonce,
+            token=target.token,
+            pins=list(pins),
+        )
+        try:
+            return self._one(hello, wire.SessionOpened)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    # Weights.
+
+    def ask(
+        self,
+        manifest: WeightsManifest,
+        mode: AskMode = "rw_or_ro",
+        *,
+        wait_s: float = 3600.0,
+        update_epoch: int | None = None,
+        on_wait: Callable[[int], None] = lambda position: None,
+    ) -> wire.WeightsGranted:
+        """Ask for weights, as rank 0; with `update_epoch`, for a generation beside the current one.
+
+        Args:
+            manifest: what the engine wants, without digests.
+            mode: to load, to read, or whichever is possible.
+            wait_s: how long another engine's load is waited for.
+            update_epoch: the engine's epoch.
+            on_wait: called every five seconds of waiting.
+        """
+        message = wire.AskWeights(
+            call=self._next(),
+            mode=mode,
+            is_update=update_epoch is not None,
+            epoch=update_epoch or 0,
+            wait_s=wait_s,
+        )
+        descriptor = packed(encode_manifest(manifest))
+        try:
+            return self._one(message, wire.WeightsGranted, [descriptor], wait_s=wait_s, on_wait=on_wait)
+        finally:
+            close([descriptor])
+
+    def join(self, lease: int) -> wire.WeightsGranted:
+        """Join the lease of rank 0."""
+        return self._one(wire.JoinLease(call=self._next(), lease=lease), wire.WeightsGranted)
+
+    def allocate(self, lease: int, sizes: Sequence[int], *, wait_s: float = 0.0) -> list[int]:
+        """Return the descriptors of new slabs, which the caller closes."""
+        message = wire.AllocateSlabs(call=self._next(), lease=lease, sizes=list(sizes), wait_s=wait_s)
+        return self._slabs(message, wait_s=wait_s)[1]
+
+    def export(self, generation: int, rank: int) -> tuple[list[int], list[int]]:
+        """Return the sizes and descriptors of a committed generation's slabs; the caller closes these."""
+        return self._slabs(wire.ExportSlabs(call=self._next(), generation=generation, rank=rank))
+
+    def manifest(self, generation: int, rank: int) -> WeightsManifest:
+        """Return the manifest of a rank of a committed generation."""
+        message = wire.GetManifest(call=self._next(), generation=generation, rank=rank)
+        return decode_manifest(self._file(message, wire.ManifestGiven))
+
+    def seal(self, lease: int, manifest: WeightsManifest) -> list[int]:
+        """Make the slabs final, which are unmapped; returns the ranks that have not done so yet."""
+        descriptor = packed(encode_manifest(manifest))
+        try:
+            message = wire.SealRank(call=self._next(), lease=lease)
+            return self._one(message, wire.RankSealed, [descriptor]).missing
+        finally:
+            close([descriptor])
+
+    def commit(self, lease: int) -> int:
+        """Make the lease's generation the current one, as rank 0; returns its number."""
+        message = wire.CommitLease(call=self._next(), lease=lease)
+        return self._one(message, wire.GenerationNumber).generation
+
+    def abort(self, lease: int) -> None:
+        """Give a lease to write up."""
+        self._one(wire.AbortLease(call=self._next(), lease=lease), wire.CallDone)
+
+    def progress(self, lease: int, num_bytes: int) -> None:
+        """Report the bytes that were loaded; a rank must do so at least once per minute."""
+        message = wire.ReportProgress(call=self._next(), lease=lease, num_bytes=num_bytes)
+        self._one(message, wire.CallDone)
+
+    def pin(self, generation: int) -> None:
+        """Keep a committed generation."""
+        self._one(wire.PinGeneration(call=self._next(), generation=generation), wire.GenerationNumber)
+
+    def unpin(self, generation: int) -> None:
+        """Give a generation up, which is unmapped."""
+        self._one(wire.UnpinGeneration(call=self._next(), generation=generation), wire.GenerationNumber)
+
+    # Epochs, notes, and what people see.
+
+    def claim(self, seen: int = 0) -> int:
+        """Take the next epoch of the cohort, above `seen`."""
+        return self._one(wire.ClaimEpoch(call=self._next(), seen=seen), wire.EpochClaimed).epoch
+
+    def put_note(self, name: str, value: bytes, expect: bytes | None = None) -> bytes | None:
+        """Set a note if it has the value `expect`; returns the value that it has then."""
+        message = wire.PutNote(call=self._next(), name=name, value=value, expect=expect)
+        return self._one(message, wire.NoteValue).value
+
+    def note(self, name: str) -> bytes | None:
+        """Return the value of a note."""
+        return self._one(wire.GetNote(call=self._next(), name=name), wire.NoteValue).value
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the service, as `segue gms status --json` prints it."""
+        found: dict[str, Any] = msgspec.json.decode(
+            self._file(wire.GetServiceState(call=self._next()), wire.StateGiven)
+        )
+        return found
+
+    def events(self, since: int = 0) -> list[wire.ServiceEvent]:
+        """Return what has happened after event number `since`, as far as the service still has it."""
+        return self._one(wire.GetServiceEvents(call=self._next(), since=since), wire.EventsGiven).events
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the service has ended the connection."""
+        return self._socket.fileno() < 0 or shared.is_closed(self._socket)
+
+    def close(self) -> None:
+        """End the session: leases to write are dropped, and pins end."""
+        self._socket.close()
+
+    def __enter__(self) -> GmsClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Frames.
+
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _file(self, message: wire.Message, kind: type[wire.Message]) -> bytes:
+        descriptors: list[int] = []
+        self._one(message, kind, given=descriptors)
+        try:
+            return unpacked(descriptors[0])
+        except (FrameError, IndexError) as error:
+            raise MemoryServiceError(f"the memory service has sent no readable file ({error})") from error
+        finally:
+            close(descriptors)
+
+    def _slabs(self, message: wire.Message, wait_s: float = 0.0) -> tuple[list[int], list[int]]:
+        sizes: list[int] = []
+        descriptors: list[int] = []
+        try:
+            with self._lock:
+                self._send(message, ())
+                more = True
+                while more:
+                    reply = self._reply(message.call, wire.SlabsGiven, descriptors, wait_s)
+                    sizes += reply.sizes
+                    more = reply.more
+        except BaseException:
+            close(descriptors)
+            raise
+        return sizes, descriptors
+
+    def _one(
+        self,
+        message: wire.Message,
+        kind: type[ReplyKind],
+        descriptors: Sequence[int] = (),
+        *,
+        wait_s: float = 0.0,
+        on_wait: Callable[[int], None] = lambda position: None,
+        given: list[int] | None = None,
+    ) -> ReplyKind:
+        """Make a call with one reply; its descriptors are appended to `given`."""
+        received: list[int] = []
+        try:
+            with self._lock:
+                self._send(message, descriptors)
+                return self._reply(message.call, kind, received, wait_s, on_wait)
+        finally:
+            if given is None:
+                close(received)
+            else:
+                given += received
+
+    def _send(self, message: wire.Message, descriptors: Sequence[int]) -> None:
+        try:
+            send(self._socket, wire.encode(message), descriptors)
+        except OSError as error:
+            raise self._last_words() or self._lost(error) from error
+
+    def _last_words(self) -> MemoryServiceError | None:
+        """Return why the service has ended the session, if it has said so."""
+        try:
+            while True:
+                frame, descriptors = receive(self._socket)
+                close(descriptors)
+                reply = wire.decode_reply(frame)
+                if isinstance(reply, wire.CallRefused):
+                    return _error(reply)
+        except (OSError, FrameError, msgspec.MsgspecError):
+            pass
+        return None
+
+    def _lost(self, error: object) -> MemoryServiceError:
+        text = f"the connection to the memory service in {self.target.directory} has ended ({error})"
+        lost = MemoryServiceError(f"{text}; see its log, and start it again if it does not run")
+        lost.code = "lost"
+        return lost
+
+    def _reply(
+        self,
+        call: int,
+        kind: type[ReplyKind],
+        descriptors: list[int],
+        wait_s: float = 0.0,
+        on_wait: Callable[[int], None] = lambda position: None,
+    ) -> ReplyKind:
+        """Receive until a call's reply comes; notices are kept."""
+        deadline = time.monotonic() + wait_s + REPLY_S
+        while True:
+            try:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                frame, received = receive(self._socket)
+                descriptors += received
+                if not frame:
+                    raise ConnectionResetError("closed by the service")
+                reply = wire.decode_reply(frame)
+            except ConnectionError as error:
+                raise self._last_words() or self._lost(error) from error
+            except (OSError, FrameError, msgspec.MsgspecError) as error:
+                raise self._lost(error) from error
+            if isinstance(reply, kind) and reply.call == call:
+                return reply
+            match reply:
+                case wire.GenerationChanged() | wire.LeaseLost():
+                    self.notices.append(reply)
+                case wire.StillWaiting():
+                    on_wait(reply.position)
+                case wire.CallRefused():
+                    raise _error(reply)
+                case _:
+                    raise self._lost(f"unexpected message {type(reply).__name__}")
+
+
+def _error(refusal: wire.CallRefused) -> MemoryServiceError:
+    """Return the error of a refusal, with its code."""
+    kind = WeightsMismatchError if refusal.code == "mismatch" else MemoryServiceError
+    error = kind(f"memory service: {refusal.text}", param=refusal.field)
+    error.code = refusal.code
+    return error

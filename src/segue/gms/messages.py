@@ -1,0 +1,311 @@
+"""What goes over the memory service's socket: one msgpack frame per message, with at most 64 descriptors.
+
+A client numbers its calls from 1, and each call has one reply with the same number; 0 is for notices. What
+may be larger than a frame, such as a manifest, is in a memfd, whose descriptor goes with the message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from segue.gms.lock_state import AskMode
+
+PROTOCOL = 1
+MAX_FRAME = 64 << 10  # bytes of a message
+MAX_DESCRIPTORS = 64  # of a message
+MAX_SESSIONS = 256
+MAX_WAITING = 64  # sessions that wait for weights
+MAX_SLABS = 4096  # of the service
+MAX_NOTES = 64
+MAX_MANIFEST = 64 << 20  # bytes
+MAX_RANKS = 64
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
+RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+NoteText = Annotated[bytes, Meta(max_length=32 << 10)]
+Tag = Literal[
+    "weights", "front", "watch"
+]  # a rank's weights; an engine's front process; a tool that only looks
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The base of all messages."""
+
+    call: Number = 0
+
+
+class OpenSession(Message, frozen=True):
+    """The first message of a client. The reply is :class:`SessionOpened`."""
+
+    protocol: int
+    tag: Tag
+    cohort: Name = "default"
+    engine: Name = "-"  # for people, and to tell engines of a cohort apart
+    rank: RankNumber = 0
+    size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # ranks of the engine
+    device: Name = "cpu"  # or the UUID of a GPU
+    nonce: Annotated[bytes, Meta(max_length=16)] = b""  # the same after a reconnect
+    token: Annotated[str, Meta(max_length=256)] | None = None
+    pins: Annotated[
+        list[Number], Meta(max_length=16)
+    ] = []  # generations that it still reads, after a reconnect
+
+
+class AskWeights(Message, frozen=True):
+    """Asks for weights, with the manifest's descriptor. Reply, perhaps late: :class:`WeightsGranted`."""
+
+    mode: AskMode
+    is_update: bool = False
+    epoch: Number = 0
+    wait_s: Seconds = 60.0
+
+
+class JoinLease(Message, frozen=True):
+    """Joins the lease of rank 0. The reply is :class:`WeightsGranted`."""
+
+    lease: Number
+
+
+class AllocateSlabs(Message, frozen=True):
+    """Takes memory for a rank of a lease to write. Replies: one or more :class:`SlabsGiven`."""
+
+    lease: Number
+    sizes: Annotated[list[Annotated[int, Meta(gt=0, lt=1 << 48)]], Meta(max_length=MAX_SLABS)]
+    wait_s: Seconds = 0.0  # how long it is tried again if the device is out of memory
+
+
+class ExportSlabs(Message, frozen=True):
+    """Asks for the slabs of a rank of a committed generation. Replies: :class:`SlabsGiven`."""
+
+    generation: Number
+    rank: RankNumber
+
+
+class GetManifest(Message, frozen=True):
+    """Asks for the manifest of a rank of a committed generation. Reply: :class:`ManifestGiven`, with it."""
+
+    generation: Number
+    rank: RankNumber
+
+
+class SealRank(Message, frozen=True):
+    """Says that a rank's slabs are complete and unmapped; its manifest is with it. Reply: RankSealed."""
+
+    lease: Number
+
+
+class CommitLease(Message, frozen=True):
+    """Makes a lease's generation the cohort's current one. The reply is :class:`GenerationNumber`."""
+
+    lease: Number
+
+
+class AbortLease(Message, frozen=True):
+    """Gives a lease to write up. The reply is :class:`CallDone`."""
+
+    lease: Number
+
+
+class ReportProgress(Message, frozen=True):
+    """Reports the bytes that a rank has loaded. The reply is :class:`CallDone`."""
+
+    lease: Number
+    num_bytes: Number
+
+
+class PinGeneration(Message, frozen=True):
+    """Keeps a committed generation for this session. The reply is :class:`GenerationNumber`."""
+
+    generation: Number
+
+
+class UnpinGeneration(Message, frozen=True):
+    """Gives a generation up. The reply is :class:`GenerationNumber`."""
+
+    generation: Number
+
+
+class ClaimEpoch(Message, frozen=True):
+    """Takes the next epoch of the cohort. The reply is :class:`EpochClaimed`."""
+
+    seen: Number = 0  # the highest epoch that was found elsewhere
+
+
+class PutNote(Message, frozen=True):
+    """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds."""
+
+    name: Name
+    value: NoteText
+    expect: NoteText | None = None  # None: it must not be there
+
+
+class GetNote(Message, frozen=True):
+    """Asks for a note of the cohort. The reply is :class:`NoteValue`."""
+
+    name: Name
+
+
+class GetServiceState(Message, frozen=True):
+    """Asks for the state of the service. The reply is :class:`StateGiven`."""
+
+
+class GetServiceEvents(Message, frozen=True):
+    """Asks for what has happened after event number `since`. The reply is :class:`EventsGiven`."""
+
+    since: Number = 0
+
+
+Request = (
+    OpenSession
+    | AskWeights
+    | JoinLease
+    | AllocateSlabs
+    | ExportSlabs
+    | GetManifest
+    | SealRank
+    | CommitLease
+    | AbortLease
+    | ReportProgress
+    | PinGeneration
+    | UnpinGeneration
+    | ClaimEpoch
+    | PutNote
+    | GetNote
+    | GetServiceState
+    | GetServiceEvents
+)
+
+
+class SessionOpened(Message, frozen=True):
+    """The client is admitted."""
+
+    session: Number
+    incarnation: str  # of the service; another one after it was started again
+    devices: list[str]
+    current: Number | None  # generation of the cohort
+    epoch: Number
+    lost_pins: list[Number]  # of those that the client named: the service does not have these
+
+
+class WeightsGranted(Message, frozen=True):
+    """The client may write, or read, a generation."""
+
+    lease: Number
+    generation: Number
+    mode: Literal["rw", "ro"]
+    parent: Number | None = None
+
+
+class SlabsGiven(Message, frozen=True):
+    """Slabs, in order; their descriptors are with the message."""
+
+    sizes: list[int]
+    more: bool  # whether another reply with further slabs follows
+
+
+class ManifestGiven(Message, frozen=True):
+    """A manifest; its descriptor is with the message."""
+
+
+class RankSealed(Message, frozen=True):
+    """The rank is sealed."""
+
+    missing: list[int]  # ranks that are not
+
+
+class GenerationNumber(Message, frozen=True):
+    """The call is done, and is about this generation."""
+
+    generation: Number
+
+
+class EpochClaimed(Message, frozen=True):
+    """The engine has the highest epoch of its cohort."""
+
+    epoch: Number
+
+
+class NoteValue(Message, frozen=True):
+    """The value of a note; None: there is none."""
+
+    value: bytes | None
+
+
+class StateGiven(Message, frozen=True):
+    """The state of the service as JSON, in the memfd that is with the message."""
+
+
+class ServiceEvent(msgspec.Struct, frozen=True):
+    """Something that has happened in the service."""
+
+    number: int
+    at: float  # seconds since 1970
+    kind: str
+    text: str
+
+
+class EventsGiven(Message, frozen=True):
+    """The events that were asked for, as far as the service still has them."""
+
+    events: list[ServiceEvent]
+
+
+class CallDone(Message, frozen=True):
+    """The call is done."""
+
+
+class CallRefused(Message, frozen=True):
+    """The call is not done. The session goes on, unless the code is "protocol" or "access"."""
+
+    code: str
+    text: str  # for people
+    field: str | None = None  # of the manifest, for the code "mismatch"
+    have: str | None = None
+    want: str | None = None
+
+
+class StillWaiting(Message, frozen=True):
+    """The weights are not there yet; comes every five seconds."""
+
+    position: Number  # of the session among those that wait
+
+
+class GenerationChanged(Message, frozen=True):
+    """A notice: the cohort has a new current generation."""
+
+    generation: Number
+
+
+class LeaseLost(Message, frozen=True):
+    """A notice: another rank of the engine, or the service, has ended the lease to write."""
+
+    lease: Number
+    reason: str
+
+
+Reply = (
+    SessionOpened
+    | WeightsGranted
+    | SlabsGiven
+    | ManifestGiven
+    | RankSealed
+    | GenerationNumber
+    | EpochClaimed
+    | NoteValue
+    | StateGiven
+    | EventsGiven
+    | CallDone
+    | CallRefused
+    | StillWaiting
+    | GenerationChanged
+    | LeaseLost
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
