@@ -48,6 +48,19 @@ def serve(config: GmsConfig) -> None:
 
 @gms_app.command()
 @with_options(GmsConfig, without=SERVE_GROUP)
+def hold(config: GmsConfig) -> None:
+    """Hold copies of the memory service's descriptors: started again after its death, it has all of them."""
+    from segue.gms import lifecycle
+
+    def print_ready(path: str) -> None:
+        line = f"[bold green]Ready[/bold green] at [bold]{escape(path)}[/bold]: holding descriptors"
+        Console(highlight=False).print(line, soft_wrap=True)
+
+    lifecycle.hold(config.gms_dir, config.log_level, print_ready)
+
+
+@gms_app.command()
+@with_options(GmsConfig, without=SERVE_GROUP)
 def ready(
     config: GmsConfig,
     timeout_s: Annotated[

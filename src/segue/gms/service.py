@@ -42,7 +42,7 @@ from segue.gms.lock_state import (
 )
 from segue.gms.manifest import WeightsManifest, decode_manifest, difference, key_of
 from segue.gms.store import RankSlabs, SlabStore
-from segue.gms.transport import FrameError, close, packed, unpacked
+from segue.gms.transport import GmsFrameError, close, packed, unpacked
 from segue.logs import logger
 
 STILL_WAITING_S = 5.0
@@ -59,7 +59,7 @@ _REFUSALS = {
 }
 
 
-class Port(Protocol):
+class GmsPort(Protocol):
     """The connection of a session."""
 
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
@@ -74,7 +74,7 @@ class Keeper(Protocol):
     """Keeps copies of what must survive the service's process."""
 
     def save(self, service: MemoryService) -> None:
-        """Keep what is committed now."""
+        """Keep what is committed now; does nothing if that is kept already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class GmsSession:
     number: int
     pid: int
     hello: wire.OpenSession
-    port: Port
+    port: GmsPort
     ask_call: int = 0  # the call that waits for weights; 0: none
     manifest: WeightsManifest | None = None  # that it has asked with
     since: float = field(default_factory=time.monotonic)
@@ -106,7 +106,7 @@ class MemoryService:
 
     # Sessions.
 
-    def open(self, port: Port, pid: int, hello: wire.OpenSession) -> GmsSession:
+    def open(self, port: GmsPort, pid: int, hello: wire.OpenSession) -> GmsSession:
         """Admit a client, which has been checked."""
         self._num_sessions += 1
         session = GmsSession(number=self._num_sessions, pid=pid, hello=hello, port=port)
@@ -151,17 +151,17 @@ class MemoryService:
         """Carry a message out; the descriptors are the caller's.
 
         Raises:
-            FrameError: the message may not be sent now, or has the wrong descriptors.
+            GmsFrameError: the message may not be sent now, or has the wrong descriptors.
         """
         needed = 1 if isinstance(message, wire.AskWeights | wire.SealRank) else 0
         if len(descriptors) != needed:
-            raise FrameError(
+            raise GmsFrameError(
                 f"{type(message).__name__} has {len(descriptors)} descriptors; expected {needed}"
             )
         number, call, port = session.number, message.call, session.port
         match message:
             case wire.OpenSession():
-                raise FrameError("OpenSession came twice")
+                raise GmsFrameError("OpenSession came twice")
             case wire.AskWeights():
                 self._ask(session, message, descriptors[0])
             case wire.JoinLease():
@@ -186,7 +186,6 @@ class MemoryService:
                 self.step(UnpinEvent(session=number, generation=message.generation), call)
             case wire.ClaimEpoch():
                 self.step(ClaimEvent(session=number, cohort=session.hello.cohort, seen=message.seen), call)
-                self._save()
             case wire.PutNote():
                 self._put_note(session, message)
             case wire.GetNote():
@@ -200,7 +199,7 @@ class MemoryService:
 
     def _ask(self, session: GmsSession, message: wire.AskWeights, descriptor: int) -> None:
         if session.hello.rank != 0:
-            raise FrameError("only rank 0 asks for weights; the other ranks join its lease")
+            raise GmsFrameError("only rank 0 asks for weights; the other ranks join its lease")
         if len(self.state.waiting) >= wire.MAX_WAITING:
             self._refuse(session, message.call, "limit", f"{wire.MAX_WAITING} sessions wait already")
             return
@@ -222,7 +221,7 @@ class MemoryService:
         try:
             return decode_manifest(unpacked(descriptor))
         except msgspec.MsgspecError as error:
-            raise FrameError(f"a manifest cannot be read ({error})") from None
+            raise GmsFrameError(f"a manifest cannot be read ({error})") from None
 
     async def _allocate(self, session: GmsSession, message: wire.AllocateSlabs) -> None:
         if (found := self._writing(session, message)) is None:
@@ -338,7 +337,10 @@ class MemoryService:
     def step(self, event: WeightsEvent, call: int = 0) -> None:
         """Take a step of the lock, and carry its effects out; `call` is the call that the event answers."""
         own = None if isinstance(event, TickEvent | GoneEvent) else event.session
+        is_claim = isinstance(event, ClaimEvent)
         self.state, effects = fsm.step(self.state, event, time.monotonic())
+        if any(isinstance(effect, CommitEffect | ReclaimEffect) for effect in effects) or is_claim:
+            self._save()  # before anybody is told
         for effect in effects:
             if isinstance(effect, GrantEffect | RefuseEffect | DoneEffect):
                 session = self.sessions.get(effect.session)
@@ -354,8 +356,6 @@ class MemoryService:
         if own is not None and isinstance(event, AskEvent):  # it was not answered: it waits
             self.sessions[own].ask_call = call
             self.note_event("waits", f"{self.name(own)} for weights")
-        if any(isinstance(effect, CommitEffect | ReclaimEffect) for effect in effects):
-            self._save()
 
     def _answer(
         self,
