@@ -31,13 +31,14 @@ for module in {modules!r}:
 
 
 def pure_modules() -> list[str]:
-    rooms = ("scheduler", "laps", "weight_update/control", "messages", "gms")
+    rooms = ("scheduler", "laps", "weight_update/control", "messages", "gms", "discovery")
     paths = [path for room in rooms for path in sorted((SOURCE / room).glob("*.py"))]
     names = [".".join(["segue", *path.relative_to(SOURCE).with_suffix("").parts]) for path in paths]
     disagg = [f"segue.disagg.{name}" for name in DISAGG]
     memory = [f"segue.memory.{name}" for name in MEMORY]
     router = [f"segue.router.{name}" for name in ROUTER]
-    return [*names, *disagg, "segue.kvcache.prefix_cache", *memory, *router]
+    failover = [f"segue.failover.{name}" for name in ("epochs", "lock")]
+    return [*names, *disagg, "segue.kvcache.prefix_cache", *memory, *failover, *router]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:
@@ -80,6 +81,12 @@ def test_a_router_loads_no_engine() -> None:
     rooms = ("worker", "scheduler", "model_runner", "launch", "frontend.tokenizer")
     assert "segue.router.relay" in loaded
     assert not loaded & {"torch", "transformers", "zmq", *(f"segue.{room}" for room in rooms)}
+
+
+def test_the_libraries_of_etcd_and_kubernetes_are_loaded_only_if_they_are_used() -> None:
+    loaded = loaded_by(["segue.router.lifecycle", "segue.failover.epochs"])
+    assert "segue.discovery.opening" in loaded
+    assert not loaded & {"etcd3gw", "requests", "kubernetes_asyncio", "aiohttp"}
 
 
 def test_the_check_sees_a_module_that_needs_torch() -> None:

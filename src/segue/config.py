@@ -161,6 +161,12 @@ class EngineConfig(Options):
         maximum=1e6,
     )
 
+    enable_memory_saver: bool = _memory(
+        False,
+        "Let clients release the memory of weights and KV cache and resume it later "
+        "(/release_memory_occupation, /sleep): it then stays at the same addresses.",
+    )
+
     max_running_requests: int | None = _scheduling(
         None, "Most requests that run at once; default: 16 on CPU, 256 on CUDA.", minimum=1, maximum=65536
     )
@@ -372,10 +378,11 @@ class EngineConfig(Options):
         "Seconds that the record of a dead engine stays in etcd or Kubernetes; it never delays a takeover.",
         minimum=1.0,
     )
+    system_host: str | None = _failover(None, "Host name or address of the system port; default: --host.")
     system_port: int | None = _failover(
         None,
-        "Port, on --host, of the probes /startup, /live, /ready and /health, of /metrics, and of /engine/…; "
-        f"0: any free one. Default: {SYSTEM_PORT} with --shadow-mode, else there is none.",
+        "Port, on --system-host, of the probes /startup, /live, /ready and /health, of /metrics, and of "
+        f"/engine/…; 0: any free one. Default: {SYSTEM_PORT} with --shadow-mode, else there is none.",
         minimum=0,
         maximum=65535,
     )

@@ -63,6 +63,10 @@ class ChildStartError(SegueError, status=503):
     """A process of a cluster, or of its router, ended before it was ready for the first time."""
 
 
+class ManifestError(ConfigError):
+    """A Kubernetes manifest has something that a machine without Kubernetes cannot do."""
+
+
 class ModelFileError(ConfigError):
     """A model file is missing, truncated or corrupt, or does not fit its config."""
 
@@ -201,6 +205,18 @@ class PausedError(SegueError, status=503, type="overloaded_error", code="paused"
 
 class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
+
+
+class WeightsReleasedError(SegueError, status=503, code="weights_released"):
+    """The memory of the weights was released, and they have not all been sent or loaded since."""
+
+
+class MemorySaverError(SegueError, status=400, type="invalid_request_error", code="memory_saver"):
+    """Memory cannot be released or resumed: the engine was started without it, or weights are updated now."""
+
+
+class MemoryResumeError(SegueError, status=503, code="memory_not_moved"):
+    """Memory could not be taken again, or not be backed up. What was released is still released."""
 
 
 class SharedMemoryError(SegueError):

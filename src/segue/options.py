@@ -138,13 +138,13 @@ def _by_own_names(options: Mapping[str, Any], aliases: Mapping[str, OptionAlias]
 
 
 def check_name(text: str, name: str) -> None:
-    """Check an option that names something, such as a cohort: the name is also that of a file, or a key.
+    """Check an option that names something, such as a cohort: the name is also a part of file names and keys.
 
     Raises:
-        ConfigError: it has other characters than a-z, 0-9, dots and hyphens, or is too long.
+        ConfigError: it is none of those that DNS allows between two dots, as Kubernetes wants them.
     """
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", text):
-        rule = "expected at most 63 of a-z, 0-9, '.' and '-', with a letter or digit at both ends"
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
+        rule = "expected at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends"
         raise ConfigError(f"{name}={text!r}: {rule}", param=name)
 
 

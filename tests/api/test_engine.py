@@ -437,6 +437,12 @@ def test_an_embedded_engine_has_one_rank(tiny_model: Path) -> None:
         start(tiny_model, embedded=True, tp=2)
 
 
+@pytest.mark.parametrize("embedded", [True, False])
+def test_an_engine_without_a_server_cannot_stand_by(tiny_model: Path, embedded: bool) -> None:
+    with pytest.raises(ConfigError, match=r"shadow_mode=True: .*segue serve --shadow-mode"):
+        start(tiny_model, embedded=embedded, shadow_mode=True)
+
+
 SCRIPT = """
 import sys, time
 sys.path[:0] = {paths!r}

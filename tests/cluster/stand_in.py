@@ -2,7 +2,8 @@
 
 Arguments: the port, then any of ``deaf`` (ignores SIGTERM and SIGINT), ``slow`` (ends half a second after
 SIGTERM), ``fork`` (starts a process that outlives it), ``stubborn-fork`` (one that would live for long),
-``exit`` (ends at once with exit code 3).
+``exit`` (ends at once with exit code 3), ``sick=FILE`` (while the
+file exists, it answers GET /live with 503).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        files = [Path(way.removeprefix("sick=")) for way in sys.argv if way.startswith("sick=")]
+        is_sick = self.path == "/live" and any(file.exists() for file in files)
+        self.send_response(503 if is_sick else 200)
         self.end_headers()
         self.wfile.write(b'{"serving": 2}')
 

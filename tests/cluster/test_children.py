@@ -14,9 +14,11 @@ from segue.cluster.children import ClusterHost, flags_of, make_children
 from segue.cluster.config import ClusterConfig
 from segue.cluster.processes import ChildSpec
 from segue.config import EngineConfig
+from segue.failover.pod import bundled_manifest, read_pod
 from segue.router.config import RouterConfig
 
 PORTS = [41001, 41002, 41003, 41004]
+SYSTEM_PORTS = [42001, 42002, 42003, 42004]
 
 
 def children(environ: dict[str, str] | None = None, gpus: str = "", **options: Any) -> dict[str, ChildSpec]:
@@ -27,7 +29,9 @@ def children(environ: dict[str, str] | None = None, gpus: str = "", **options: A
         gpus=list(gpus),
         num_cores=8,
         router_url="http://127.0.0.1:40000",
-        worker_ports=PORTS[: config.size.total],
+        worker_ports=PORTS[: config.size.num_engines],
+        system_ports=SYSTEM_PORTS[: config.size.num_engines] if config.size.shadows else [],
+        failover_dir="/run/failover",
     )
     return {each.name: each for each in make_children(config, host, ["segue"])}
 
@@ -151,3 +155,49 @@ def test_workers_on_gpus_see_their_own_first_and_those_they_copy_to(
     found = list(children(None, "abcde", tp=2, memory_ratio=0.6, **sizes).values())[:2]
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in found] == visible
     assert words(found[0])["--memory-ratio"] == "0.6"
+
+
+def test_with_shadows_engines_differ_in_name_and_ports_alone() -> None:
+    found = children(workers=1, shadows=1)
+    assert list(found) == ["engine-a", "engine-b", "router"]
+    a, b = words(found["engine-a"]), words(found["engine-b"])
+    own = {"--engine-id", "--port", "--system-port"}
+    assert {name for name in a if a[name] != b[name]} == own and a.keys() == b.keys()
+    assert (a["--cohort"], a["--failover-dir"]) == ("worker-0", "/run/failover")
+    assert "--discovery" not in a, "files are the default"
+    assert "--shadow-mode" in a and found["engine-a"].environment == found["engine-b"].environment
+    assert found["engine-a"].probe.url == "http://127.0.0.1:42001/startup"
+    router = words(found["router"])
+    assert (router["--discovery"], router["--discovery-target"]) == ("file", "/run/failover")
+    assert "--worker" not in router and found["router"].probe.min_serving == 1
+
+
+def test_with_shadows_children_have_the_probes_of_the_manifest() -> None:
+    found = children(workers=1, shadows=1)
+    pod = read_pod(bundled_manifest())
+    for name, index in (("engine-a", 0), ("engine-b", 1)):
+        health = found[name].health
+        assert health is not None and health.probes == pod[name].probes
+        assert health.ports == {"api": PORTS[index], "system": SYSTEM_PORTS[index]}
+    health = found["router"].health
+    assert health is not None and health.probes == pod["router"].probes and health.ports == {"http": 40000}
+    assert all(child.health is None for child in children(workers=2).values())
+
+
+def test_each_worker_of_a_cluster_is_a_cohort_with_its_own_shadows() -> None:
+    found = children(prefill=1, decode=1, shadows=1)
+    assert list(found) == ["prefill-0-a", "prefill-0-b", "decode-0-a", "decode-0-b", "router"]
+    cohorts = {name: words(child).get("--cohort") for name, child in found.items()}
+    assert cohorts["prefill-0-a"] == cohorts["prefill-0-b"] == "prefill-0"
+    assert cohorts["decode-0-a"] == "decode-0"
+    assert words(found["decode-0-b"])["--role"] == "decode"
+    assert found["router"].probe.min_serving == 2, "two of the four engines serve"
+
+
+def test_shadows_share_their_workers_gpus_and_cores() -> None:
+    found = children(workers=2, shadows=1, gpus="01", device="cuda")
+    gpus = [
+        found[f"worker-{name}"].environment["CUDA_VISIBLE_DEVICES"] for name in ("0-a", "0-b", "1-a", "1-b")
+    ]
+    assert gpus == ["0", "0", "1", "1"]
+    assert found["worker-0-a"].environment["OMP_NUM_THREADS"] == "4", "a parked engine needs no core"

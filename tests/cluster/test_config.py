@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from segue.cluster.config import ClusterConfig, ClusterSize
+from segue.config import EngineConfig
 from segue.errors import ClusterSizeError, ConfigError
 
 
@@ -66,6 +67,35 @@ def test_what_the_cluster_chooses_itself_is_no_option() -> None:
     for name in ("role", "worker", "worker_api_key", "disaggregation_bootstrap_port", "register"):
         with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
             ClusterConfig.create({}, workers=1, **{name: "1"})
+
+
+def test_serve_with_shadows_gives_the_router_what_clients_notice() -> None:
+    engine = EngineConfig(port=7, host="0.0.0.0", api_key="k", tp=2, model="m", drain_s=3.0, cors_origin="*")
+    environ = {"SEGUE_RESUME_TIMEOUT_S": "9", "SEGUE_WORKER": "http://a:1", "SEGUE_PORT": "1"}
+    config = ClusterConfig.with_shadows(engine, 2, environ)
+    router = config.router
+    assert (config.size.workers, config.size.shadows, config.size.num_engines) == (1, 2, 3)
+    assert (router.port, router.host, router.api_key, router.cors_origin) == (7, "0.0.0.0", "k", "*")
+    assert (router.resume_timeout_s, router.worker, router.drain_s) == (9.0, None, 3.0)
+    assert (config.engine.model, config.engine.tp, config.engine.drain_s) == ("m", 2, 3.0)
+    assert (config.engine.host, config.engine.api_key, config.engine.cors_origin) == ("127.0.0.1", None, None)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"role": "prefill"},
+        {"register": "http://router:8000"},
+        {"shadow_mode": True, "failover_dir": "/run/x"},
+        {"cohort": "mine"},
+        {"system_port": 9},
+        {"discovery": "etcd"},
+    ],
+)
+def test_options_that_belong_to_one_engine_are_refused_with_shadows(option: dict[str, object]) -> None:
+    engine = EngineConfig.create({}, **option)
+    with pytest.raises(ConfigError, match="with --shadows, Segue chooses this option of each engine"):
+        ClusterConfig.with_shadows(engine, 1, {})
 
 
 def test_each_option_is_listed_once_as_the_router_has_it() -> None:

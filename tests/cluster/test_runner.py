@@ -6,12 +6,16 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from segue.cluster.processes import HealthProbes
+from segue.failover.pod import Execution, HttpGet, Probe, ProbeKind
 from tests.cluster.running import free_port, is_alive, running, stand_in
 
 
@@ -46,6 +50,48 @@ def test_a_child_that_is_killed_comes_back_at_its_port(ports: list[int]) -> None
             second = found.pids("a")[1]
             assert second != first and is_alive(second) and found.runner.supervisor.is_ready
             assert len(found.pids("b")) == 1
+
+    asyncio.run(test())
+
+
+def health(**probes: Probe) -> HealthProbes:
+    return HealthProbes(probes={ProbeKind[name.upper()]: probe for name, probe in probes.items()}, ports={})
+
+
+def test_a_child_that_fails_its_liveness_probe_is_killed_and_started_again(
+    ports: list[int], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        startup = Probe(action=HttpGet(path="/startup", port=ports[0]), period_s=0.02, failure_threshold=9999)
+        liveness = Probe(action=HttpGet(path="/live", port=ports[0]), period_s=0.02, timeout_s=20)
+        sick = replace(
+            stand_in("a", ports[0], f"sick={tmp_path / 'sick'}", "deaf"),
+            health=health(startup=startup, liveness=liveness),
+        )
+        async with running(sick, stand_in("b", ports[1]), stop_s=0.2) as found:
+            await found.until(lambda: found.runner.supervisor.is_ready, "all are ready")
+            (first,) = found.pids("a")
+            (tmp_path / "sick").touch()
+            await found.until(lambda: not is_alive(first), "it is killed")
+            (tmp_path / "sick").unlink()
+            await found.until(lambda: found.ready.count("a") == 2, "it is ready again")
+            assert len(found.pids("b")) == 1
+
+    asyncio.run(test())
+
+
+def test_a_command_can_be_a_probe(ports: list[int], tmp_path: Path) -> None:
+    async def test() -> None:
+        command = (sys.executable, "-S", "-E", "-c", f"open({str(tmp_path / 'well')!r})")
+        liveness = Probe(action=Execution(command=command), period_s=0.02, timeout_s=20, failure_threshold=2)
+        (tmp_path / "well").touch()
+        async with running(replace(stand_in("a", ports[0]), health=health(liveness=liveness))) as found:
+            await found.until(lambda: found.runner.supervisor.is_ready, "it is ready")
+            (first,) = found.pids("a")
+            (tmp_path / "well").unlink()
+            await found.until(lambda: not is_alive(first), "it is killed")
+            (tmp_path / "well").touch()
+            await found.until(lambda: found.ready.count("a") == 2, "it is ready again")
 
     asyncio.run(test())
 

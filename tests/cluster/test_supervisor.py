@@ -20,7 +20,7 @@ from segue.cluster.supervisor import (
 )
 
 WAITING, STARTING, READY, DRAINING, STOPPING, ENDED = ChildState
-DUE, PROBED, DIED, EXITED, DRAIN, STOP = ChildEvent
+DUE, PROBED, DIED, EXITED, UNHEALTHY, DRAIN, STOP = ChildEvent
 NOTHING, START, TERM, INTERRUPT, KILL = ChildAction
 RULES = SupervisorRules(
     drain_s=10.0, stop_s=5.0, backoff_s=0.5, max_backoff_s=4.0, steady_s=60.0
@@ -33,12 +33,14 @@ EXPECTED = {
         PROBED: (READY, NOTHING),
         DIED: (WAITING, NOTHING),
         EXITED: (ENDED, NOTHING),
+        UNHEALTHY: (STARTING, KILL),
         DRAIN: (DRAINING, TERM),
         STOP: (STOPPING, INTERRUPT),
     },
     READY: {
         DIED: (WAITING, NOTHING),
         EXITED: (ENDED, NOTHING),
+        UNHEALTHY: (READY, KILL),
         DRAIN: (DRAINING, TERM),
         STOP: (STOPPING, INTERRUPT),
     },
@@ -143,6 +145,26 @@ def test_time_spent_starting_is_not_steady() -> None:
         supervisor.advance(1.0)
     supervisor.exited("a", "with exit code 1", 1000.0)
     assert supervisor.wake_at == 1001.0
+
+
+def test_a_child_that_its_probes_want_killed_is_killed_and_started_again() -> None:
+    supervisor = ready("a", "b")
+    assert supervisor.unhealthy("a", 5.0) == [("a", KILL)]
+    assert supervisor.exited("a", "by signal SIGKILL", 5.1) == []
+    assert supervisor.advance(5.1) == [("a", START)]
+
+
+def test_a_child_that_never_starts_in_time_ends_everything() -> None:
+    supervisor = started("a")
+    assert supervisor.unhealthy("a", 7200.0) == [("a", KILL)]
+    supervisor.exited("a", "by signal SIGKILL", 7200.1)
+    assert supervisor.failure == "a ended by signal SIGKILL before it was ready; see its log above"
+
+
+def test_a_child_that_is_to_end_has_no_probes() -> None:
+    supervisor = ready("a", "door")
+    supervisor.drain(1.0)
+    assert supervisor.unhealthy("door", 2.0) == [] and child(supervisor, "door").state is DRAINING
 
 
 # --- the end ---
@@ -305,9 +327,13 @@ def test_any_order_of_events_keeps_the_rules_and_comes_to_an_end(seed: int) -> N
     for _ in range(rng.randrange(1, 60)):
         now += rng.choice([0.0, 0.01, 0.3, 3.0, 61.0])
         world.obey(world.supervisor.advance(now))
-        match rng.choice(["probe"] * 6 + ["exit"] * 4 + ["nothing"] * 3 + ["drain", "stop"]):
+        match rng.choice(
+            ["probe"] * 6 + ["unhealthy"] * 2 + ["exit"] * 4 + ["nothing"] * 3 + ["drain", "stop"]
+        ):
             case "probe" if world.running:
                 world.obey(world.supervisor.probed(rng.choice(sorted(world.running)), now))
+            case "unhealthy" if world.running:
+                world.obey(world.supervisor.unhealthy(rng.choice(sorted(world.running)), now))
             case "exit" if world.running:
                 world.exit(rng.choice(sorted(world.running)), now)
             case "drain":

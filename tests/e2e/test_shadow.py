@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,6 @@ from tests.launch.test_processes import is_alive
 from tests.support.shadows import ShadowProcess, wait_until
 
 DEADLINE_S = 1.0
-RUNNING = re.compile(r"num_requests_running\{[^}]*\} 1\.0")
 PROBES = ("startup", "live", "ready", "health")
 MANUAL = {"wake": "manual", "wake_timeout_s": DEADLINE_S, "tp": 2}
 SLEEP, HOLD_GIL = "import time; time.sleep(600)", "import ctypes; ctypes.PyDLL(None).sleep(600)"
@@ -43,7 +44,7 @@ def test_a_shadow_wakes_when_the_active_engine_is_killed(tiny_model: Path, cohor
         expected = first.generate()
         with ShadowProcess(tiny_model, cohort, "b", tp=2) as second:
             second.until("standby")
-            assert [second.probe(name)[0] for name in ("startup", "live", "ready", "health")] == [
+            assert [second.probe(name)[0] for name in PROBES] == [
                 200,
                 200,
                 503,
@@ -78,15 +79,8 @@ def test_by_hand_a_shadow_wakes_only_once_the_lock_is_free(tiny_model: Path, coh
     ):
         first.until("standby")
         second.until("standby")
-        answers = []
-        calls = [
-            threading.Thread(target=lambda: answers.append(first.system.post("/engine/wake_up")))
-            for _ in range(4)
-        ]
-        for call in calls:
-            call.start()
-        for call in calls:
-            call.join()
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: first.system.post("/engine/wake_up"), range(4)))
         assert [answer.status_code for answer in answers] == [200] * 4
         assert {answer.json()["epoch"] for answer in answers} == {1}, "all callers share one wake"
         assert answers[0].json()["state"] == "active"
@@ -108,6 +102,10 @@ def test_a_shadow_that_waits_for_the_lock_is_not_woken_by_hand(tiny_model: Path,
         shadow.until("standby")
         refused = shadow.system.post("/engine/wake_up")
         assert (refused.status_code, "--wake lock" in refused.text) == (403, True)
+        shadow.process.send_signal(signal.SIGTERM)
+        assert shadow.process.wait(10) == 0
+    with ShadowProcess(tiny_model, cohort, "a", wake="lock") as shadow:
+        shadow.until("standby")
         lock.release()
         shadow.until("active")
 
@@ -132,30 +130,46 @@ class Watcher:
                 self.num_seen += probe.connect_ex(("127.0.0.1", self._port)) == 0
 
 
-@pytest.mark.parametrize(("how", "rank"), [("sleep", 0), ("gil", 0), ("stop", 1), ("gil", 1)])
+def wake_and_wait(shadow: ShadowProcess, what: str) -> None:
+    """Wake an engine that will hang, and check that it ends in time, with its ranks, and never listens."""
+    workers, watcher = shadow.workers(), Watcher(shadow.port)
+    try:
+        assert len(workers) == 2
+        began = time.monotonic()
+        with pytest.raises(httpx.TransportError):
+            shadow.system.post("/engine/wake_up")
+        code = shadow.process.wait(DEADLINE_S + 10)
+        wait_until(lambda: not any(map(is_alive, workers)), "the end of the ranks")
+        seconds = time.monotonic() - began
+    finally:
+        watcher.stop()
+    print(f"{what}: gone after {seconds:.2f} s; the deadline is {DEADLINE_S:g} s")
+    assert DEADLINE_S <= seconds <= DEADLINE_S + 1.0
+    assert code == 1 and watcher.num_seen == 0
+
+
+@pytest.fixture
+def engines() -> Iterator[ExitStack]:
+    """What ends the engines that a test starts side by side."""
+    with ExitStack() as stack:
+        yield stack
+
+
 def test_a_wake_that_hangs_ends_the_engine_in_time(
-    tiny_model: Path, cohort: Path, how: str, rank: int
+    tiny_model: Path, tmp_path: Path, engines: ExitStack
 ) -> None:
-    environment = {"FAKE_WAKE": how, "FAKE_WAKE_RANK": str(rank)}
-    with ShadowProcess(tiny_model, cohort, "a", environment, **MANUAL) as shadow:
+    hangs = {}
+    for how, rank in (("sleep", 0), ("gil", 0), ("stop", 1)):
+        environment = {"FAKE_WAKE": how, "FAKE_WAKE_RANK": str(rank)}
+        shadow = ShadowProcess(tiny_model, tmp_path / how, "a", environment, **MANUAL)
+        hangs[f"{how} of rank {rank}"] = engines.enter_context(shadow)
+    for what, shadow in hangs.items():
         shadow.until("standby")
-        workers, watcher = shadow.workers(), Watcher(shadow.port)
-        try:
-            assert len(workers) == 2
-            began = time.monotonic()
-            with pytest.raises(httpx.TransportError):
-                shadow.system.post("/engine/wake_up")
-            code = shadow.process.wait(DEADLINE_S + 10)
-            wait_until(lambda: not any(map(is_alive, workers)), "the end of the ranks")
-            seconds = time.monotonic() - began
-        finally:
-            watcher.stop()
-        print(f"{how} of rank {rank}: gone after {seconds:.2f} s of {DEADLINE_S:g} s")
-        assert DEADLINE_S <= seconds <= DEADLINE_S + 1.0
-        assert code == 1 and watcher.num_seen == 0
-    lock = CohortLock(cohort, "default")
+        wake_and_wait(shadow, what)
+    lock = CohortLock(tmp_path / "gil", "default")
     assert lock.try_acquire(), "the next engine can have the lock"
     lock.release()
+    assert not list(tmp_path.glob("*/discovery/*default*a*")), "no engine has put a record"
 
 
 HANGS = """
@@ -168,70 +182,67 @@ sys.exit(program.main())
 """
 
 
-@pytest.mark.parametrize("how", [SLEEP, HOLD_GIL])
 def test_a_frontend_that_hangs_in_a_wake_ends_with_its_ranks(
-    tiny_model: Path, cohort: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "hanging_server.py"
-    program.write_text(HANGS.format(how=how))
-    monkeypatch.setattr("tests.support.shadows.PROGRAM", str(program))
-    with ShadowProcess(tiny_model, cohort, "a", **MANUAL) as shadow:
+    hangs = {}
+    for name, how in (("sleep", SLEEP), ("gil", HOLD_GIL)):
+        program = tmp_path / f"{name}.py"
+        program.write_text(HANGS.format(how=how))
+        monkeypatch.setattr("tests.support.shadows.PROGRAM", str(program))
+        shadow = ShadowProcess(tiny_model, tmp_path / name, "a", **MANUAL)
+        hangs[f"{name} of the front"] = engines.enter_context(shadow)
+    for what, shadow in hangs.items():
         shadow.until("standby")
-        workers, watcher = shadow.workers(), Watcher(shadow.port)
-        began = time.monotonic()
-        with pytest.raises(httpx.TransportError):
-            shadow.system.post("/engine/wake_up")
-        assert shadow.process.wait(DEADLINE_S + 10) == 1
-        wait_until(lambda: not any(map(is_alive, workers)), "the end of the ranks")
-        seconds = time.monotonic() - began
-        watcher.stop()
-        print(f"front: gone after {seconds:.2f} s of {DEADLINE_S:g} s")
-        assert DEADLINE_S <= seconds <= DEADLINE_S + 1.0
-        assert watcher.num_seen == 0
+        wake_and_wait(shadow, what)
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"FAKE_WAKE": "fail"}, "rank 0 cannot wake: MemoryError: no pages are left"),
-        ({"FAKE_TOKEN": "1"}, "and every bit counts"),
-    ],
-)
 def test_a_wake_that_fails_leaves_the_lock_to_the_next_engine(
-    tiny_model: Path, cohort: Path, environment: dict[str, str], said: str
+    tiny_model: Path, cohort: Path, engines: ExitStack
 ) -> None:
-    with ShadowProcess(tiny_model, cohort, "a", deterministic=True) as first:
-        first.until("active")
-        with ShadowProcess(tiny_model, cohort, "b", environment, deterministic=True) as second:
-            second.until("standby")
-            first.process.kill()
-            assert second.process.wait(20) == 1
-            assert second.process.stdout is not None
-            text = second.process.stdout.read()
-            assert text.startswith("failed ") and said in text
-    with ShadowProcess(tiny_model, cohort, "c", deterministic=True) as third:
-        third.until("active")
-        assert third.probe("health")[1]["epoch"] == 3, "the failed one had claimed an epoch"
+    failing = {"FAKE_WAKE": "fail"}, {"FAKE_TOKEN": "1"}
+    first = engines.enter_context(ShadowProcess(tiny_model, cohort, "a", deterministic=True))
+    first.until("active")
+    second, third = (
+        engines.enter_context(ShadowProcess(tiny_model, cohort, name, environment, deterministic=True))
+        for name, environment in zip("bc", failing, strict=True)
+    )
+    second.until("standby")
+    third.until("standby")
+    first.process.kill()
+    texts = []
+    for each in (second, third):
+        assert each.process.wait(20) == 1 and each.process.stdout is not None
+        texts.append(each.process.stdout.read())
+    assert texts[0].startswith("failed rank 0 cannot wake: MemoryError: no pages are left")
+    assert texts[1].startswith("failed the test request gave") and "every bit counts" in texts[1]
+    with ShadowProcess(tiny_model, cohort, "d", deterministic=True) as last:
+        last.until("active")
+        assert last.probe("health")[1]["epoch"] == 4, "those that failed had claimed epochs"
 
 
-def test_a_parked_shadow_that_dies_or_stops_is_seen(tiny_model: Path, cohort: Path) -> None:
+def test_a_parked_shadow_that_dies_is_seen(tiny_model: Path, cohort: Path) -> None:
     with ShadowProcess(tiny_model, cohort, "a", wake="manual", tp=2, exit_grace=20.0) as shadow:
         shadow.until("standby")
-        ranks = shadow.workers()
-        os.kill(ranks[1], signal.SIGSTOP)
         began = time.monotonic()
+        os.kill(shadow.workers()[1], signal.SIGKILL)
         wait_until(lambda: shadow.probe("live")[0] == 503, "the 503 of /live")
-        seen = time.monotonic() - began
-        assert "a worker rank has not answered for" in shadow.probe("live")[1]["message"]
-        os.kill(ranks[1], signal.SIGCONT)
-        wait_until(lambda: shadow.probe("live")[0] == 200, "its recovery")
-        began = time.monotonic()
-        os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: shadow.probe("live")[0] == 503, "the 503 of /live")
-        killed = time.monotonic() - began
-        print(f"stopped rank seen after {seen:.2f} s, killed rank after {killed:.3f} s")
-        assert killed < 5.0
+        seconds = time.monotonic() - began
+        print(f"killed rank seen after {seconds:.3f} s")
+        assert seconds < 5.0
         assert not shadow.listens()
+
+
+@pytest.mark.slow
+def test_a_parked_shadow_that_is_stopped_is_seen(tiny_model: Path, cohort: Path) -> None:
+    with ShadowProcess(tiny_model, cohort, "a", wake="manual", tp=2) as shadow:
+        shadow.until("standby")
+        rank = shadow.workers()[1]
+        os.kill(rank, signal.SIGSTOP)
+        wait_until(lambda: shadow.probe("live")[0] == 503, "the 503 of /live")
+        assert "a worker rank has not answered for" in shadow.probe("live")[1]["message"]
+        os.kill(rank, signal.SIGCONT)
+        wait_until(lambda: shadow.probe("live")[0] == 200, "its recovery")
 
 
 def test_an_engine_that_loses_its_lock_ends_at_once(tiny_model: Path, cohort: Path) -> None:
@@ -241,33 +252,3 @@ def test_an_engine_that_loses_its_lock_ends_at_once(tiny_model: Path, cohort: Pa
         with ShadowProcess(tiny_model, cohort, "b") as second:
             assert first.process.wait(10) == 1
             second.until("active")
-
-
-def test_a_hand_over_ends_the_engine_and_wakes_the_next(tiny_model: Path, cohort: Path) -> None:
-    with ShadowProcess(tiny_model, cohort, "a", {"FAKE_STEP_S": "0.02"}) as first:
-        first.until("active")
-        refused = first.system.post("/engine/hand_over")
-        assert (refused.status_code, refused.json()["error_code"]) == (409, "no_standby")
-        with ShadowProcess(tiny_model, cohort, "b") as second:
-            second.until("standby")
-            wait_until(lambda: list(cohort.glob("standby-*")), "the sign of the one that waits")
-            running = threading.Thread(target=first.generate, args=("abc", 400))
-            running.start()
-            wait_until(lambda: RUNNING.search(first.system.get("/metrics").text), "a request")
-            began = time.monotonic()
-            assert first.system.post("/engine/hand_over").status_code == 202
-            wait_until(second.listens, "the takeover")
-            print(f"handed over in {time.monotonic() - began:.3f} s")
-            assert first.process.wait(10) == 0
-            running.join()
-            second.until("active")
-
-
-def test_sigterm_ends_a_shadow_and_a_plain_server_has_no_system_port(tiny_model: Path, cohort: Path) -> None:
-    lock = CohortLock(cohort, "default")
-    assert lock.try_acquire()
-    with ShadowProcess(tiny_model, cohort, "a") as shadow:
-        shadow.until("standby")
-        shadow.process.send_signal(signal.SIGTERM)
-        assert shadow.process.wait(10) == 0
-    lock.release()

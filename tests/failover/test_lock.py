@@ -220,7 +220,7 @@ def test_nobody_claims_with_a_file_that_is_gone(directory: Path) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("cohort", ["", "../x", "a/b", ".hidden", "a b", "Upper", "x" * 64])
+@pytest.mark.parametrize("cohort", ["", "../x", "a/b", ".hidden", "a b", "a.b", "Upper", "x" * 64])
 def test_a_cohort_s_name_is_checked(directory: Path, cohort: str) -> None:
     with pytest.raises(ConfigError, match=r"cohort=.*63 of a-z"):
         CohortLock(directory, cohort)

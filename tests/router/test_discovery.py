@@ -52,6 +52,26 @@ def test_an_engine_that_dies_is_forgotten_and_the_next_one_is_found(tmp_path: Pa
     run(test())
 
 
+def test_an_engine_that_starts_again_at_the_same_url_while_the_last_one_leaves_is_found(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        first, second = (CohortEngine(tmp_path / "f", epoch, finish) for epoch in (1, 2))
+        async with discovering(tmp_path / "f", first) as router:
+            router.router.is_settled = lambda: False  # so that the first one stays for a while
+            await first.die()
+            await until(lambda: router.registry.at(first.url).is_leaving, "the first one leaves")
+            await second.start(int(first.url.rpartition(":")[2]))
+            await second.put()
+            await until(lambda: router.registry.at(first.url).has_returned, "the second one is known")
+            router.router.is_settled = lambda: True
+            router.router.forget(router.registry.at(first.url))
+            await until(lambda: router.serves(second), "the second one serves")
+        await second.die()
+
+    run(test())
+
+
 def test_a_router_of_several_processes_lets_requests_wait_for_the_successor(tmp_path: Path) -> None:
     async def test() -> None:
         directory = tmp_path / "f"

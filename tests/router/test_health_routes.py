@@ -65,3 +65,16 @@ def test_calls_at_the_same_time_share_one_check() -> None:
             assert len(worker.exchanges) == 1
 
     run(test())
+
+
+def test_a_router_is_alive_without_workers_and_while_it_drains() -> None:
+    async def test() -> None:
+        worker = ControlledWorker()
+        async with routed(worker) as router:
+            await worker.die()
+            await until(lambda: not router.serves(worker), "the worker is lost")
+            router.router.is_draining = True
+            assert (await router.http.get("/ready")).status_code == 503
+            assert (await router.http.get("/live")).json() == {"status": "live"}
+
+    run(test())

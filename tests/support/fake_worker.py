@@ -31,11 +31,11 @@ from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
 from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.requests import TokenLogprob, unpack_ids
-from segue.messages.steps import Drain, Drained, RankMessage, StepPlan, StepResult
+from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.loop import SchedulerLoop
 from segue.worker.rank_life import RankLife
-from tests.worker.updaters import FakeUpdater
+from tests.worker.updaters import FakeMemory, FakeUpdater
 
 LOGPROB = -0.5
 RUNNER_UP_LOGPROB = -1.5
@@ -188,10 +188,15 @@ def serve(config: EngineConfig, run_dir: str, tp: TPInfo, context: zmq.Context[A
     followers = [context.socket(zmq.PUSH) for _ in range(1, tp.size)]
     for rank, follower in enumerate(followers, 1):
         follower.connect(f"ipc://{run_dir}/plan{rank}")
+
+    def send(event: RankEvent) -> None:
+        replies.send(msgspec.msgpack.encode(event))
+
     SchedulerLoop(
         Scheduler(limits, config),
         EchoRunner(ready.vocab_size, tp),
-        FakeUpdater(lambda event: replies.send(msgspec.msgpack.encode(event))),
+        FakeUpdater(send),
+        memory=FakeMemory(send),
         inbox=inbox,
         outbox=outbox,
         events=events,

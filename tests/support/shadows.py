@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,24 @@ class ShadowProcess:
             text=True,
             start_new_session=True,
         )
+
+    @cached_property
+    def port(self) -> int:
+        """The API port; waits until it is bound."""
         assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline().split()[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        return int(self.process.stdout.readline().split()[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @cached_property
+    def system(self) -> httpx.Client:
+        """A client of the system port; waits until it listens."""
+        assert self.port
         wait_until(lambda: "system routes at" in self.log() or self.process.poll() is not None, "its port")
         found = re.search(r"system routes at (\S+)", self.log())
-        self.system = httpx.Client(base_url=found[1] if found else "", timeout=WAIT_S)
+        return httpx.Client(base_url=found[1] if found else "", timeout=WAIT_S)
 
     def __enter__(self) -> ShadowProcess:
         return self
@@ -69,7 +82,8 @@ class ShadowProcess:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
-        self.system.close()
+        if "system" in self.__dict__:
+            self.system.close()
         self._log.close()
 
     def log(self) -> str:

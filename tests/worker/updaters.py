@@ -1,9 +1,10 @@
-"""A weight updater without weights: it answers rank 0 at once, as a rank would."""
+"""A rank without weights and memory: it answers rank 0 at once, as a rank would."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from segue.messages.memory import MemoryCommand, MemoryMoved
 from segue.messages.steps import RankEvent
 from segue.messages.weight_operations import Manifest
 from segue.messages.weight_update import (
@@ -53,3 +54,17 @@ class FakeUpdater:
                     done=True,
                 )
             )
+
+
+class FakeMemory:
+    """Every command moves ten bytes per kind of memory."""
+
+    def __init__(self, send: Callable[[RankEvent], None], rank: int = 0) -> None:
+        self._send = send
+        self._rank = rank
+        self.handled: list[MemoryCommand] = []
+
+    def handle(self, command: MemoryCommand) -> None:
+        self.handled.append(command)
+        fields = {"num_bytes": 10 * len(command.tags)}
+        self._send(MemoryMoved(rank=self._rank, call=command.call, fields=fields))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
 from segue.messages.control import PauseMode
+from segue.messages.memory import MemoryAnswer, MemoryTag
 
 MAX_S = 1e300  # seconds: any finite number
 
@@ -41,3 +42,42 @@ class PauseQuery(Struct, frozen=True, kw_only=True):
     """``POST /pause``, vLLM's; ``keep`` leaves requests in place."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
+
+
+ALL_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+
+
+class MemoryRequest(Struct, frozen=True, kw_only=True):
+    """``POST /release_memory_occupation`` and ``/resume_memory_occupation``, SGLang's; no tags: all memory.
+
+    CUDA graphs stay valid and are never released: SGLang's tag ``cuda_graph`` is taken, and does nothing.
+    """
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
+
+    @property
+    def memory(self) -> list[MemoryTag]:
+        """The memory that is meant."""
+        return [tag for tag in ALL_TAGS if not self.tags or tag in self.tags]
+
+
+class SleepQuery(Struct, frozen=True, kw_only=True):
+    """``POST /sleep``, vLLM's. Level 1 keeps the weights in the host's memory, level 2 drops them."""
+
+    level: Literal[1, 2] = 1
+
+
+def memory_of_level(level: int, device: str) -> tuple[list[MemoryTag], bool]:
+    """Return the memory that a sleep of this level releases, and whether the weights get a backup.
+
+    On a CPU the weights of level 1 stay where they are: they are in the host's memory already.
+    """
+    if level == 1 and device.startswith("cpu"):
+        return ["kv_cache"], False
+    return list(ALL_TAGS), level == 1
+
+
+def memory_reply(answer: MemoryAnswer) -> dict[str, Any]:
+    """Return the reply to a call that has released or resumed memory."""
+    message = answer.message or "Done."
+    return {"success": True, "message": message, "tags": answer.tags, "num_bytes": answer.num_bytes}

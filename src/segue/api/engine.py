@@ -6,9 +6,16 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from segue.api.control import FlushQuery, PauseRequest
+from segue.api.control import (
+    FlushQuery,
+    MemoryRequest,
+    PauseRequest,
+    SleepQuery,
+    memory_of_level,
+    memory_reply,
+)
 from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
 from segue.api.native import NativeReplies, parse_call
 from segue.api.validation import parse, plain
@@ -159,6 +166,55 @@ class Engine:
         """As :meth:`flush_cache`."""
         return await self._running.call_async(self._flush(timeout))
 
+    def release_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """Give the memory of ``weights`` or ``kv_cache`` back to the system; without ``tags`` of both.
+
+        Running requests are retracted, and wait. The engine needs the option ``enable_memory_saver``.
+
+        Raises:
+            InvalidRequestError: an unknown tag.
+            MemorySaverError: the option is off, or an update of the weights is open.
+        """
+        return self._running.call(self._move_memory("release", tags))
+
+    async def async_release_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """As :meth:`release_memory_occupation`."""
+        return await self._running.call_async(self._move_memory("release", tags))
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """Take released memory again. Requests go on once all of it is there, and all weights were sent.
+
+        Raises:
+            InvalidRequestError: an unknown tag.
+            MemorySaverError: the option ``enable_memory_saver`` is off.
+            MemoryResumeError: there is too little memory; what was released is still released.
+        """
+        return self._running.call(self._move_memory("resume", tags))
+
+    async def async_resume_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """As :meth:`resume_memory_occupation`."""
+        return await self._running.call_async(self._move_memory("resume", tags))
+
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Release all memory. Level 1 keeps the weights in the host's memory, level 2 drops them."""
+        return self._running.call(self._sleep(level))
+
+    async def async_sleep(self, level: int = 1) -> dict[str, Any]:
+        """As :meth:`sleep`."""
+        return await self._running.call_async(self._sleep(level))
+
+    def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """As :meth:`resume_memory_occupation`, by vLLM's name."""
+        return self.resume_memory_occupation(tags)
+
+    async def async_wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """As :meth:`wake_up`."""
+        return await self.async_resume_memory_occupation(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether any memory is released."""
+        return bool(self._runtime.manager.stats.counters.released)
+
     def get_weight_version(self) -> str:
         """The name of the served weights."""
         return self._runtime.manager.weights.version
@@ -221,6 +277,16 @@ class Engine:
     async def _pause(self, mode: str, ttl_s: float | None) -> PauseResult:
         checked = parse(PauseRequest, plain({"mode": mode, "ttl_s": ttl_s}))
         return await self._runtime.manager.pause_generation(checked.pause_mode, checked.ttl_s)
+
+    async def _move_memory(self, way: Literal["release", "resume"], tags: Any) -> dict[str, Any]:
+        memory, manager = parse(MemoryRequest, plain({"tags": tags})).memory, self._runtime.manager
+        move = manager.release_memory if way == "release" else manager.resume_memory
+        return memory_reply(await move(memory))
+
+    async def _sleep(self, level: int) -> dict[str, Any]:
+        manager, query = self._runtime.manager, parse(SleepQuery, plain({"level": level}))
+        tags, backup = memory_of_level(query.level, manager.ready.device)
+        return memory_reply(await manager.release_memory(tags, backup=backup))
 
     async def _flush(self, timeout: float) -> FlushResult:
         return await self._runtime.manager.flush_cache(

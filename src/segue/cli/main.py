@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,10 +19,11 @@ from rich.table import Table
 
 import segue
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.gms import gms_app
 from segue.cli.remote import Remote, control_app
-from segue.cluster.config import ClusterConfig
+from segue.cluster.config import MOST_SHADOWS, ClusterConfig
 from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
@@ -46,6 +47,7 @@ bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(gms_app, name="gms")
 app.add_typer(control_app)
+app.command("failover-demo")(failover_demo)
 
 
 def main() -> None:
@@ -92,7 +94,20 @@ TopP = Annotated[
 
 @app.command()
 @with_options(EngineConfig)
-def serve(config: EngineConfig) -> None:
+def serve(
+    config: EngineConfig,
+    shadows: Annotated[
+        int,
+        setting(
+            "shadows",
+            "Number of engines that stand by: when the one that serves dies, one of them goes on with its "
+            "requests, behind the same port.",
+            group="Failover",
+            min=0,
+            max=MOST_SHADOWS,
+        ),
+    ] = 0,
+) -> None:
     """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
 
     Every option can also be set by the environment variable that its help names.
@@ -101,6 +116,8 @@ def serve(config: EngineConfig) -> None:
     # swallows one that is raised in a callback, such as those that run while modules are imported.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if shadows:
+        _run_cluster(ClusterConfig.with_shadows(config, shadows))
     import uvloop
 
     from segue.server import lifecycle
@@ -137,6 +154,11 @@ def cluster(config: ClusterConfig) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _run_cluster(config)
+
+
+def _run_cluster(config: ClusterConfig) -> NoReturn:
+    """Run engines and their router until a signal, and end this process."""
     import asyncio
 
     from segue.cluster.lifecycle import run_cluster

@@ -6,14 +6,16 @@ import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
+from string import ascii_lowercase
 from typing import Any
 
 from segue.children import import_path
 from segue.cluster.config import ClusterConfig
 from segue.cluster.devices import share_gpus, threads_per_rank, visible_gpus
 from segue.cluster.probe import ReadinessProbe
-from segue.cluster.processes import ChildSpec
+from segue.cluster.processes import ChildSpec, HealthProbes
 from segue.config import EngineConfig, Role, TransportChoice
+from segue.failover.pod import Container, bundled_manifest, read_pod
 from segue.options import Options, spelling, variable
 from segue.router.config import RouterConfig
 
@@ -34,13 +36,17 @@ class ClusterHost:
     gpus: Sequence[str]  # as CUDA_VISIBLE_DEVICES names them
     num_cores: int
     router_url: str
-    worker_ports: Sequence[int]  # one per worker; they stay the same when a worker is started again
+    worker_ports: Sequence[int]  # one per engine; they stay the same when an engine is started again
+    system_ports: Sequence[int] = ()  # one per engine, if there are shadows
+    failover_dir: str = ""  # of all cohorts, if there are shadows
 
 
 def make_children(
     config: ClusterConfig, host: ClusterHost, command: Sequence[str] = SEGUE
 ) -> list[ChildSpec]:
     """Return the workers, then the router. ``command`` is the command line of ``segue``.
+
+    With shadows, each worker is a cohort: several engines with equal options, of which one serves.
 
     Each call draws new keys: one that the router needs for the workers, and, unless the user has set it, one
     for handing KV over.
@@ -51,47 +57,91 @@ def make_children(
     key, pd_key = secrets.token_urlsafe(32), config.engine.pd_key or secrets.token_urlsafe(32)
     base = _without_options(host.environ)
     base |= import_path(base) | {"PYTHONUNBUFFERED": "1"}
-    roles = _roles(config)
-    shares = share_gpus(host.gpus, config.engine.device, config.engine.tp, len(roles))
-    urls = [f"http://{WORKER_HOST}:{port}" for port in host.worker_ports]
+    workers = _workers(config)
+    shares = share_gpus(host.gpus, config.engine.device, config.engine.tp, len(workers))
+    num_each = 1 + config.size.shadows
+    probes = read_pod(bundled_manifest()) if config.size.shadows else {}
     children = []
-    for index, (name, role) in enumerate(roles):
-        engine = replace(
+    for index, (worker, role) in enumerate(workers):
+        on_gpu = bool(shares[index])
+        equal = replace(
             config.engine,
             role=role,
             host=WORKER_HOST,
-            port=host.worker_ports[index],
             api_key=key,
             disaggregation_bootstrap_port=0,
             pd_key=pd_key if role != "both" else None,
-            pd_transport=_pd_transport(config.engine, role, on_gpu=bool(shares[index])),
-            memory_ratio=_memory_ratio(config.engine, len(roles), on_gpu=bool(shares[index])),
+            pd_transport=_pd_transport(config.engine, role, on_gpu=on_gpu),
+            memory_ratio=_memory_ratio(config.engine, num_each if on_gpu else len(workers) * num_each),
         )
-        environment = base | _secrets_of(engine) | _hardware(config, host, shares, index)
-        children.append(
-            ChildSpec(
-                name=name,
-                role="worker" if role == "both" else f"{role} worker",
-                stage=WORKER_STAGE,
-                command=(*command, "serve", *flags_of(engine)),
-                environment=environment,
-                probe=ReadinessProbe(url=f"{urls[index]}/ready"),
+        for place in range(index * num_each, (index + 1) * num_each):
+            engine, name = replace(equal, port=host.worker_ports[place]), worker
+            ready_url = f"http://{WORKER_HOST}:{host.worker_ports[place]}/ready"
+            health = None
+            if config.size.shadows:
+                name = _engine_name(config, worker, place - index * num_each)
+                engine = _standing_by(engine, host, worker, name, place)
+                ready_url = f"http://{WORKER_HOST}:{host.system_ports[place]}/startup"
+                ports = {"api": host.worker_ports[place], "system": host.system_ports[place]}
+                health = HealthProbes(probes=probes["engine-a"].probes, ports=ports)
+            children.append(
+                ChildSpec(
+                    name=name,
+                    role="worker" if role == "both" else f"{role} worker",
+                    stage=WORKER_STAGE,
+                    command=(*command, "serve", *flags_of(engine)),
+                    environment=base | _secrets_of(engine) | _hardware(config, host, shares, index),
+                    probe=ReadinessProbe(url=ready_url),
+                    health=health,
+                )
             )
-        )
-    port = int(host.router_url.rpartition(":")[2])
-    router = replace(config.router, port=port, worker=",".join(urls), worker_api_key=key)
-    children.append(
-        ChildSpec(
-            name=ROUTER,
-            role=ROUTER,
-            stage=ROUTER_STAGE,
-            command=(*command, "router", *flags_of(router)),
-            environment=base | _secrets_of(router),
-            # It is ready when it has heard of every worker: from then on no request waits for one.
-            probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=len(urls)),
-        )
-    )
+    children.append(_router(config, host, command, base, key, probes))
     return children
+
+
+def _router(
+    config: ClusterConfig,
+    host: ClusterHost,
+    command: Sequence[str],
+    base: Mapping[str, str],
+    key: str,
+    probes: Mapping[str, Container],
+) -> ChildSpec:
+    """Return the router, which has ``key`` for the workers; ``probes`` are those of a pod."""
+    port = int(host.router_url.rpartition(":")[2])
+    router = replace(config.router, port=port, worker_api_key=key)
+    if config.size.shadows:
+        router = replace(router, discovery="file", discovery_target=host.failover_dir)
+    else:
+        urls = [f"http://{WORKER_HOST}:{each}" for each in host.worker_ports]
+        router = replace(router, worker=",".join(urls))
+    return ChildSpec(
+        name=ROUTER,
+        role=ROUTER,
+        stage=ROUTER_STAGE,
+        command=(*command, "router", *flags_of(router)),
+        environment=dict(base) | _secrets_of(router),
+        # It is ready when it has heard of every worker: from then on no request waits for one.
+        probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=config.size.total),
+        health=HealthProbes(probes=probes[ROUTER].probes, ports={"http": port}) if probes else None,
+    )
+
+
+def _engine_name(config: ClusterConfig, worker: str, number: int) -> str:
+    """Return the name of an engine of a cohort: its worker's, if there are several, and a letter."""
+    return f"{'engine' if config.size.total == 1 else worker}-{ascii_lowercase[number]}"
+
+
+def _standing_by(engine: EngineConfig, host: ClusterHost, cohort: str, name: str, place: int) -> EngineConfig:
+    """Return the options of an engine that serves when no other one of its cohort does."""
+    return replace(
+        engine,
+        shadow_mode=True,
+        failover_dir=host.failover_dir,
+        cohort=cohort,
+        engine_id=name,
+        system_port=host.system_ports[place],
+    )
 
 
 def flags_of(options: Options) -> list[str]:
@@ -130,7 +180,7 @@ def _names(*options_classes: type[Options]) -> set[str]:
     return {each.name for each in options} | {alias.name for alias in aliases if alias is not None}
 
 
-def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:
+def _workers(config: ClusterConfig) -> list[tuple[str, Role]]:
     """Return each worker's name and role."""
     size = config.size
     counts: list[tuple[str, Role, int]] = [
@@ -141,9 +191,9 @@ def _roles(config: ClusterConfig) -> list[tuple[str, Role]]:
     return [(f"{word}-{number}", role) for word, role, count in counts for number in range(count)]
 
 
-def _memory_ratio(engine: EngineConfig, num_workers: int, *, on_gpu: bool) -> float:
-    """Return a worker's share of the free memory: on the CPU, all workers together have the user's."""
-    return engine.memory_ratio if on_gpu else max(SMALLEST_RATIO, engine.memory_ratio / num_workers)
+def _memory_ratio(engine: EngineConfig, num_sharing: int) -> float:
+    """Return an engine's share of the free memory of a device that ``num_sharing`` engines share."""
+    return engine.memory_ratio if num_sharing == 1 else max(SMALLEST_RATIO, engine.memory_ratio / num_sharing)
 
 
 def _pd_transport(engine: EngineConfig, role: Role, *, on_gpu: bool) -> TransportChoice:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self, get_type_hints
 
 from segue.config import EngineConfig
 from segue.errors import ClusterSizeError, ConfigError
-from segue.options import Options, option, variable
+from segue.options import Options, option, spelling, variable
 from segue.router.config import RouterConfig
 
 MOST_WORKERS = 256  # of each role
+MOST_SHADOWS = 8
 
 _cluster = partial(option, group="Cluster", minimum=0, maximum=MOST_WORKERS)
 
@@ -25,6 +26,14 @@ class ClusterSize(Options):
     workers: int = _cluster(0, "Number of workers that serve whole requests.")
     prefill: int = _cluster(0, "Number of workers that compute prompts and hand their KV over.")
     decode: int = _cluster(0, "Number of workers that take KV over and generate.")
+    shadows: int = option(
+        0,
+        "Number of engines that stand by behind each worker: when it dies, one of them goes on with its "
+        "requests.",
+        group="Cluster",
+        minimum=0,
+        maximum=MOST_SHADOWS,
+    )
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -48,18 +57,28 @@ class ClusterSize(Options):
 
     @property
     def total(self) -> int:
-        """The number of all workers."""
+        """The number of all workers, those that stand by left out."""
         return self.workers + self.prefill + self.decode
+
+    @property
+    def num_engines(self) -> int:
+        """The number of all engines."""
+        return self.total * (1 + self.shadows)
 
 
 # Options that clients notice, which the router has under the same names, stay with the router; of those in
 # `_ALIKE` every process gets the same value.
 _ALIKE = {"max_body_mib", "drain_s", "log_level"}
 _ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] != "Workers"}
-# Of a worker: the cluster chooses them. Nobody but the cluster's own router has the workers' key.
-_CHOSEN = {"role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"}
-_FAILOVER = {each.name for each in fields(EngineConfig) if each.metadata["group"] == "Failover"}
-_ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN - _FAILOVER
+# Of the router: the workers and where to look for them, and of a worker: the cluster chooses them. Nobody but
+# the cluster's own router has the workers' key.
+_CHOSEN = {
+    *("role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"),
+    *("shadow_mode", "failover_dir", "cohort", "engine_id", "wake", "system_host", "system_port"),
+    *("discovery", "discovery_target", "discovery_ttl_s"),
+}
+_ROUTER -= _CHOSEN
+_ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +130,32 @@ class ClusterConfig:
         assert isinstance(router, RouterConfig) and isinstance(engine, EngineConfig)
         assert isinstance(size, ClusterSize)
         return cls(size=size, router=router, engine=engine)
+
+    @classmethod
+    def with_shadows(
+        cls, engine: EngineConfig, shadows: int, environ: Mapping[str, str] | None = None
+    ) -> Self:
+        """Return one worker with ``shadows`` engines behind it, from the options of ``segue serve``.
+
+        What clients notice of the engine's options, such as the port, becomes the router's.
+
+        Raises:
+            ConfigError: an option cannot be used together with ``--shadows``.
+        """
+        defaults = {each.name: each.default for each in fields(EngineConfig)}
+        for name in sorted(_CHOSEN & defaults.keys()):
+            if (value := getattr(engine, name)) != defaults[name]:
+                raise ConfigError(
+                    f"{name}={value!r}: with --shadows, Segue chooses this option of each engine; leave "
+                    f"{spelling(name)} out, or start each engine with --shadow-mode by hand",
+                    param=name,
+                )
+        shared = {name: getattr(engine, name) for name in (_ROUTER & defaults.keys())}
+        given = os.environ if environ is None else environ
+        routing = {key: given[key] for name in _ROUTER - defaults.keys() if (key := variable(name)) in given}
+        own: dict[str, Any] = {name: defaults[name] for name in _ROUTER & defaults.keys() - _ALIKE}
+        return cls(
+            size=ClusterSize(workers=1, shadows=shadows),
+            router=RouterConfig.create(routing, **shared),
+            engine=replace(engine, **own),
+        )

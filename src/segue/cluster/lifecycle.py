@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from segue.cluster.children import ROUTER, WORKER_HOST, ClusterHost, make_children
 from segue.cluster.config import ClusterConfig
 from segue.cluster.devices import list_gpus
+from segue.cluster.processes import ChildSpec
 from segue.cluster.progress import StartProgress, count_roles
 from segue.cluster.runner import ChildRunner
 from segue.cluster.supervisor import SupervisorRules
 from segue.errors import ChildStartError
 from segue.launch.processes import usable_cores
+from segue.launch.run_dir import RunDir
 from segue.listener import bind, url_of
 from segue.server.http_server import on_signals
 
@@ -38,17 +40,26 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
         # A port is kept by a socket that is bound and never listens, so a child that is started again gets
         # the same one: both sockets have SO_REUSEADDR, and one of them listens.
         entry = stack.enter_context(bind(config.router.host, config.router.port))
-        reserved = [stack.enter_context(bind(WORKER_HOST, 0)) for _ in range(config.size.total)]
+        num_ports = config.size.num_engines * (2 if config.size.shadows else 1)
+        reserved = [stack.enter_context(bind(WORKER_HOST, 0)) for _ in range(num_ports)]
+        ports = [each.getsockname()[1] for each in reserved]
+        failover_dir = ""
+        if config.size.shadows:
+            run_dir = RunDir()
+            stack.callback(run_dir.remove)
+            failover_dir = str(run_dir.path / "failover")
         url = url_of(entry)
         host = ClusterHost(
             environ=os.environ,
             gpus=[] if config.engine.device == "cpu" else list_gpus(os.environ),
             num_cores=usable_cores(),
             router_url=url,
-            worker_ports=[each.getsockname()[1] for each in reserved],
+            worker_ports=ports[: config.size.num_engines],
+            system_ports=ports[config.size.num_engines :],
+            failover_dir=failover_dir,
         )
         children = make_children(config, host)
-        roles = count_roles(child.role for child in children if child.name != ROUTER)
+        roles = describe_workers(config, children)
         progress = StartProgress([child.name for child in children], sys.stderr)
         rules = SupervisorRules(drain_s=config.router.drain_s + DRAIN_MARGIN_S)
         runner = ChildRunner(children, rules, progress.line, progress.ready)
@@ -66,6 +77,17 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
     if runner.supervisor.failure is not None:
         raise ChildStartError(runner.supervisor.failure)
     return 0
+
+
+def describe_workers(config: ClusterConfig, children: Sequence[ChildSpec]) -> str:
+    """Return the workers by role, and the engines behind them, like "1 worker with 1 engine standing by"."""
+    roles = [child.role for child in children if child.name != ROUTER]
+    found = count_roles(roles[:: 1 + config.size.shadows])
+    if not config.size.shadows:
+        return found
+    each = "each " if config.size.total > 1 else ""
+    engines = f"{config.size.shadows} engine{'' if config.size.shadows == 1 else 's'}"
+    return f"{found}, {each}with {engines} standing by"
 
 
 async def _obey_signals(runner: ChildRunner) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from segue.children import describe_exit
 from segue.cluster.probe import ReadinessProbe
+from segue.failover.pod import Probe, ProbeKind
 
 ORPHAN_S = 2.0  # for the processes of a dead child to end by themselves
 LOG_END_S = 1.0  # for the rest of a dead child's log
@@ -22,6 +23,14 @@ POLL_S = 0.02
 LINE_BYTES = 1 << 16  # of a log; a longer line is broken
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 _prctl = ctypes.CDLL(None).prctl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthProbes:
+    """The probes that watch a child, and the ports of this machine that stand for those of its manifest."""
+
+    probes: Mapping[ProbeKind, Probe]
+    ports: Mapping[str, int]  # by their names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +43,7 @@ class ChildSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str]  # all of it
     probe: ReadinessProbe
+    health: HealthProbes | None = None  # None: only its end has another process started
 
 
 class ChildProcess:

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
+from segue.children import describe_exit
 from segue.cluster.probe import is_ready
-from segue.cluster.processes import ChildProcess, ChildSpec, Orphans
+from segue.cluster.processes import ChildProcess, ChildSpec, HealthProbes, Orphans
 from segue.cluster.supervisor import (
     SIGNALS,
     ChildAction,
@@ -18,6 +20,7 @@ from segue.cluster.supervisor import (
     Supervisor,
     SupervisorRules,
 )
+from segue.failover.prober import Prober, keep_probing
 from segue.logs import logger
 
 PROBE_S = 0.1  # between two probes
@@ -49,6 +52,7 @@ class ChildRunner:
         self._on_line = on_line
         self._on_ready = on_ready
         self._processes: dict[str, ChildProcess] = {}  # those that run
+        self._commands: set[ChildProcess] = set()  # of probes
         self._orphans = Orphans()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()  # one task per process
@@ -99,13 +103,18 @@ class ChildRunner:
 
     async def _live(self, spec: ChildSpec, process: ChildProcess) -> None:
         """Accompany a process to its end."""
-        probing = self._tasks.create_task(self._probe(spec))
+        probing = [self._tasks.create_task(self._probe(spec))]
+        if spec.health is not None:
+            probing.append(self._tasks.create_task(self._watch(spec, spec.health)))
         try:
             reason = await process.wait()
             del self._processes[spec.name]
-            await self._orphans.end(lambda: {each.pid for each in self._processes.values()})
+            for task in probing:
+                task.cancel()
+            await self._orphans.end(self._known)
         finally:
-            probing.cancel()
+            for task in probing:
+                task.cancel()
             await process.close()
         self._exited(spec.name, reason)
 
@@ -115,6 +124,30 @@ class ChildRunner:
             await asyncio.sleep(PROBE_S)
         self._do(self.supervisor.probed(spec.name, time.monotonic()))
         self._on_ready(spec.name)
+
+    async def _watch(self, spec: ChildSpec, health: HealthProbes) -> None:
+        """Have a process killed when its probes want it."""
+        prober = Prober(health.probes, time.monotonic())
+        reason = await keep_probing(prober, health.ports, partial(self._execute, spec))
+        if commands := self.supervisor.unhealthy(spec.name, time.monotonic()):
+            logger.warning("%s is killed: %s", spec.name, reason)
+            self._do(commands)
+
+    async def _execute(self, spec: ChildSpec, command: tuple[str, ...]) -> str | None:
+        """Run the command of a child's probe; returns why it failed, or None."""
+        lines: list[str] = []
+        process = ChildProcess(replace(spec, command=command), lines.append)
+        self._commands.add(process)
+        try:
+            ending = await process.wait()
+        finally:
+            await process.close()
+            self._commands.discard(process)
+        return None if ending == describe_exit(0) else f"it ended {ending}: {lines[-1] if lines else ''}"
+
+    def _known(self) -> set[int]:
+        """Return the processes that are no orphans."""
+        return {each.pid for each in (*self._processes.values(), *self._commands)}
 
     def _exited(self, name: str, reason: str) -> None:
         """Note the end of a process."""

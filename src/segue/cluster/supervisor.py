@@ -31,6 +31,7 @@ class ChildEvent(Enum):
     PROBED = auto()  # its probe has found it ready
     DIED = auto()  # its process ended, and another one shall take its place
     EXITED = auto()  # its process ended, and none shall take its place
+    UNHEALTHY = auto()  # its probes want it killed
     DRAIN = auto()  # it shall end when its work is done
     STOP = auto()  # it shall end at once
 
@@ -61,10 +62,12 @@ TABLE: dict[tuple[ChildState, ChildEvent], tuple[ChildState, ChildAction]] = {
     (ChildState.STARTING, ChildEvent.PROBED): (ChildState.READY, ChildAction.NOTHING),
     (ChildState.STARTING, ChildEvent.DIED): (ChildState.WAITING, ChildAction.NOTHING),
     (ChildState.STARTING, ChildEvent.EXITED): (ChildState.ENDED, ChildAction.NOTHING),
+    (ChildState.STARTING, ChildEvent.UNHEALTHY): (ChildState.STARTING, ChildAction.KILL),
     (ChildState.STARTING, ChildEvent.DRAIN): (ChildState.DRAINING, ChildAction.TERM),
     (ChildState.STARTING, ChildEvent.STOP): (ChildState.STOPPING, ChildAction.INTERRUPT),
     (ChildState.READY, ChildEvent.DIED): (ChildState.WAITING, ChildAction.NOTHING),
     (ChildState.READY, ChildEvent.EXITED): (ChildState.ENDED, ChildAction.NOTHING),
+    (ChildState.READY, ChildEvent.UNHEALTHY): (ChildState.READY, ChildAction.KILL),
     (ChildState.READY, ChildEvent.DRAIN): (ChildState.DRAINING, ChildAction.TERM),
     (ChildState.READY, ChildEvent.STOP): (ChildState.STOPPING, ChildAction.INTERRUPT),
     (ChildState.DRAINING, ChildEvent.EXITED): (ChildState.ENDED, ChildAction.NOTHING),
@@ -155,6 +158,10 @@ class Supervisor:
     def probed(self, name: str, now: float) -> list[ChildCommand]:
         """Note that a child is ready."""
         return self._apply(self.children[name], ChildEvent.PROBED, now)
+
+    def unhealthy(self, name: str, now: float) -> list[ChildCommand]:
+        """Note that a child's probes want its process killed; then another one takes its place."""
+        return self._apply(self.children[name], ChildEvent.UNHEALTHY, now)
 
     def exited(self, name: str, reason: str, now: float) -> list[ChildCommand]:
         """Note that a child's process has ended; ``reason`` is the end of a sentence.

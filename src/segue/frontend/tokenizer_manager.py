@@ -19,6 +19,7 @@ from segue.errors import (
     RoleChangedError,
     RoleChangeError,
     SegueError,
+    WeightsReleasedError,
     WrongRoleError,
 )
 from segue.failover.life import Life
@@ -32,6 +33,7 @@ from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.fleet import Role
+from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -54,6 +56,7 @@ Answer = TypeVar(
     control.Continued,
     control.Flushed,
     control.RoleSet,
+    MemoryAnswer,
     WeightAnswer,
 )
 
@@ -330,6 +333,30 @@ class TokenizerManager:
         """
         return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
 
+    async def release_memory(self, tags: Sequence[MemoryTag], *, backup: bool = False) -> MemoryAnswer:
+        """Give memory back to the system; running requests are retracted, and nothing is generated.
+
+        Raises:
+            MemorySaverError: the engine runs without ``enable_memory_saver``, or weights are being updated.
+            MemoryResumeError: the host has no memory for a ``backup`` of the weights.
+        """
+        return await self._move_memory(lambda call: ReleaseMemory(call, list(tags), backup))
+
+    async def resume_memory(self, tags: Sequence[MemoryTag]) -> MemoryAnswer:
+        """Take released memory again.
+
+        Raises:
+            MemorySaverError: the engine runs without ``enable_memory_saver``.
+            MemoryResumeError: there is too little memory; what was released is still released.
+        """
+        return await self._move_memory(lambda call: ResumeMemory(call, list(tags)))
+
+    async def _move_memory(self, message: Callable[[int], FrontendMessage]) -> MemoryAnswer:
+        answer = await self._ask(message, MemoryAnswer)
+        if answer.error:
+            raise error_of(answer.error, answer.message)
+        return answer
+
     async def get_state(self, *, check: bool = False) -> control.State:
         """Return the scheduler's state; with ``check`` also the violated invariants."""
         return await self._ask(lambda call: control.GetState(call, check), control.State)
@@ -360,6 +387,14 @@ class TokenizerManager:
     @property
     def trouble(self) -> SegueError | None:
         """Why no request can be served now; None: requests can be served."""
+        if (refusal := self._refusal) is not None:
+            return refusal
+        missing = self.weights.missing
+        return None if missing is None else WeightsReleasedError(f"the weights are not there: {missing}")
+
+    @property
+    def _refusal(self) -> SegueError | None:
+        """Why new requests are refused. While released weights are missing, requests only wait."""
         why = self.weights.poisoned
         if why is None or self._life.trouble is not None:
             return self._life.trouble
@@ -397,8 +432,8 @@ class TokenizerManager:
 
         Requests and batches share one space of ids, because :meth:`abort` takes either.
         """
-        if (trouble := self._life.silence if is_canary else self.trouble) is not None:
-            raise trouble
+        if (refusal := self._life.silence if is_canary else self._refusal) is not None:
+            raise refusal
         seen: set[str] = set()
         for rid in (request.rid for request in requests):
             if rid in self._states or rid in self._arriving or rid in self._batches or rid in seen:
@@ -431,6 +466,7 @@ class TokenizerManager:
                 | control.Continued()
                 | control.Flushed()
                 | control.RoleSet()
+                | MemoryAnswer()
                 | WeightAnswer()
             ):
                 if isinstance(message, control.RoleSet) and not message.error:

@@ -31,7 +31,7 @@ class RunDir:
         self._owner = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         unnamed.rename(self.path / OWNER)
-        _remove_orphans(self.path.parent)
+        remove_orphans(self.path.parent)
 
     def remove(self) -> None:
         """Remove the directory; may be called again."""
@@ -41,7 +41,7 @@ class RunDir:
             os.close(owner)
 
 
-def _remove_orphans(parent: Path) -> None:
+def remove_orphans(parent: Path) -> None:
     """Remove the directories of this user's frontends that were killed."""
     for owner in parent.glob(f"segue-*/{OWNER}"):
         with suppress(OSError):  # it is another user's, or its frontend lives, or it was just removed

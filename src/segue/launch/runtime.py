@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,6 +24,7 @@ from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
 from segue.launch.channel import Channel
+from segue.launch.in_thread import in_thread
 from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
 from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
@@ -35,7 +34,6 @@ from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
-T = TypeVar("T")
 SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key")
 # Fields of ``internal_states`` that clients read, for features that this engine does not have.
 ABSENT_STATE: dict[str, Any] = {
@@ -119,11 +117,11 @@ class Runtime:
             raise ConfigError(
                 f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
             )
-        if embedded and config.shadow_mode:
+        if config.enable_memory_saver and config.role != "both":
             raise ConfigError(
-                "shadow_mode=True: an embedded engine dies with its program, so none could take over; use "
-                "`segue serve --shadow-mode`",
-                param="shadow_mode",
+                f"enable_memory_saver=True with role={config.role!r}: other engines write to this engine's "
+                "KV cache, so it cannot be released; use role='both'",
+                param="enable_memory_saver",
             )
         source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
@@ -176,7 +174,8 @@ class Runtime:
         """
         if config.shadow_mode:
             raise ConfigError(
-                "shadow_mode=True: only a server can stand by; use `segue serve --shadow-mode`",
+                "shadow_mode=True: an engine without a server ends with its program, so it cannot stand by; "
+                "use segue serve --shadow-mode",
                 param="shadow_mode",
             )
         runtime = await cls.start(config, embedded=embedded, command=command)
@@ -346,7 +345,7 @@ class Runtime:
         """Enter the next state of the engine's life, and log it: nothing else does."""
         before = self.life.state
         seconds = self.life.advance(state, error, within_s=within_s)
-        logger.debug("%s after %.3f s of %s", state.name, seconds, before.name)
+        logger.info("%s, after %.3f s of %s", state.name.lower(), seconds, before.name.lower())
 
     def _stands_by(self) -> bool:
         return self.life.state is LifeState.STANDBY
@@ -453,23 +452,3 @@ class Runtime:
             self._ranks.fail(error)
             if self._manager is not None:
                 self._manager.die(error)
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, done in a thread of its own.
-
-    As ``asyncio.to_thread``, except that nothing waits for the thread if the caller is cancelled: so a start
-    that is interrupted while it reads a model ends at once.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # then a cancelled caller does not cancel it
-
-    def run() -> None:
-        """Do the work, and hand its result or its error to the caller."""
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="segue-start", daemon=True).start()
-    return await asyncio.wrap_future(future)

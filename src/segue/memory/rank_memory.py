@@ -50,6 +50,10 @@ class RankMemory(Protocol):
         """Take back an arena of `stage`, which nothing uses any more."""
         ...
 
+    def close(self) -> None:
+        """Give back what is not freed with its tensors; none of the memory may be used any more."""
+        ...
+
 
 class PrivateMemory:
     """Memory of this process alone."""
@@ -86,6 +90,9 @@ class PrivateMemory:
             with torch.cuda.device(self.device):
                 for slab in arena.slabs:
                     backing.unlock(slab)
+
+    def close(self) -> None:
+        """See `RankMemory.close`: there is nothing to do."""
 
 
 class SharedKVMemory(PrivateMemory):

@@ -9,6 +9,7 @@ import msgspec
 from segue.messages.fleet import Role, WorkerLoad
 from segue.messages.kv import KVIdentity
 from segue.messages.life import LifeMessage, RankAnswer
+from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import Call, WeightAnswer, WeightCall, WeightNotice, WithdrawCall
@@ -70,6 +71,8 @@ FrontendMessage = (
     | GetState
     | GetLoad
     | SetRole
+    | ReleaseMemory
+    | ResumeMemory
     | Shutdown
     | LifeMessage
     | WeightCall
@@ -199,6 +202,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     num_accepted: int = 0  # requests accepted, ended ones included
     laps: LapsCounters | None = None  # None: LAPS is off
     handover: HandoverCounters | None = None  # None: the engine hands no KV over
+    released: list[MemoryTag] = []  # memory that was given back to the system, and is not here
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -275,7 +279,7 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
     call: int
 
 
-CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer
+CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer | MemoryAnswer
 # What the workers say of themselves.
 WorkerMessage = Ready | StartFailed | StartStep | Heartbeat | RankAnswer
 SchedulerMessage = WorkerMessage | SchedulerOutput | Rejected | CallAnswer | WeightNotice

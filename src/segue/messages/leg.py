@@ -40,7 +40,14 @@ LegKind = Literal["whole", "prefill", "decode"]
 RETRYABLE = frozenset(
     {
         *("engine_dead", "engine_hung", "engine_not_ready", "draining", "overloaded", "paused"),
-        *("weights_poisoned", "kv_peer_lost", "kv_capacity_lost", "stale_epoch", "wrong_role"),
+        *(
+            "weights_poisoned",
+            "weights_released",
+            "kv_peer_lost",
+            "kv_capacity_lost",
+            "stale_epoch",
+            "wrong_role",
+        ),
     }
 )
 

@@ -9,6 +9,7 @@ import msgspec
 from segue.messages.kv import KVCommand, KVEvent, RankJoined
 from segue.messages.kv_link import LinkEvent
 from segue.messages.life import LifeMessage, RankAnswer
+from segue.messages.memory import MemoryCommand, MemoryMoved
 from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
 from segue.messages.weight_update import RankReply, Received, WeightCommand
 
@@ -60,8 +61,8 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The reply to :class:`Drain`: this rank runs nothing."""
 
 
-RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | KVCommand
-RankEvent = Drained | RankAnswer | RankReply | Received | RankJoined | KVEvent | LinkEvent
+RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | MemoryCommand | KVCommand
+RankEvent = Drained | RankAnswer | RankReply | MemoryMoved | Received | RankJoined | KVEvent | LinkEvent
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -45,6 +45,7 @@ class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     version: str
     state: str = "idle"  # that of `WeightMachine`
     poisoned: str | None = None  # why the weights are poisoned and nothing is generated; None: they are not
+    missing: str | None = None  # what is missing of released weights, so that requests wait; None: nothing
     model_path: str | None = None  # the last checkpoint that was committed; None: none since the start
     num_committed: int = 0
     num_failed: int = 0
@@ -54,19 +55,19 @@ class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---
 
 
-class _Command(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+class RankCommand(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A command to every rank."""
 
     call: int = 0  # its number, which the sender sets
 
 
-class _SessionCommand(_Command, frozen=True, kw_only=True):
+class _SessionCommand(RankCommand, frozen=True, kw_only=True):
     """A command of one session; the first command of `AddCommand` with a new number opens the session."""
 
     session: int  # its number
 
 
-class Join(_Command, frozen=True, kw_only=True):
+class Join(RankCommand, frozen=True, kw_only=True):
     """Join a group, as rank ``group.rank_offset`` + the tensor-parallel rank.
 
     A living group of this name that was joined with the same parameters is kept; a dead one is replaced.
@@ -76,14 +77,14 @@ class Join(_Command, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class StopJoin(_Command, frozen=True, kw_only=True):
+class StopJoin(RankCommand, frozen=True, kw_only=True):
     """Stop joining a group for the reason ``why``; the reply to its :class:`Join` is then an error."""
 
     group: operations.Group
     why: str
 
 
-class Leave(_Command, frozen=True, kw_only=True):
+class Leave(RankCommand, frozen=True, kw_only=True):
     """Leave a group."""
 
     name: str
@@ -127,6 +128,8 @@ class Commit(_SessionCommand, frozen=True, kw_only=True):
     """After the steps sent before, copy all tensors of the session onto the served weights.
 
     The reply's ``fields`` have ``touched``: whether served weights were written, even if the commit failed.
+    They have ``num_missing`` and ``missing``, the count and one name of the tensors that are still to be sent
+    after the weights' memory was released, if there are any.
     """
 
 
@@ -134,7 +137,7 @@ class Discard(_SessionCommand, frozen=True, kw_only=True):
     """Drop a session and stop receiving; its group is dead if a broadcast was entered but has not ended."""
 
 
-class Inspect(_Command, frozen=True, kw_only=True):
+class Inspect(RankCommand, frozen=True, kw_only=True):
     """Read the served weights between two steps."""
 
     request: operations.Inspection

@@ -59,6 +59,7 @@ class ModelRunner:
         self._executor = made.executor
         self._recent: dict[int, ForwardOutput] = {}  # the last NUM_RECENT steps
         self.kv, self.kv_descriptor = made.kv, made.memory.kv_descriptor
+        self.model, self.memory = made.model, made.memory
         self.limits = made.limits
         self.graph_costs = made.graph_costs
         self.step_times = made.step_times
@@ -130,6 +131,7 @@ class ModelRunner:
         descriptor, self.kv_descriptor = self.kv_descriptor, None
         if descriptor is not None:  # it would keep the memory after the end of an embedded engine
             os.close(descriptor)
+        self.memory.close()
 
 
 def _run_steps(

@@ -33,6 +33,7 @@ from segue.memory.budget import (
     plan_pages,
 )
 from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
+from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import EngineLimits, GraphCost
 from segue.model_runner import grid
 from segue.model_runner.batch_state import BatchState
@@ -92,6 +93,7 @@ class Startup:
         self.resolved = resolved = resolve_config(config, self.source, tp)
         # Its role may change: any engine that hands KV over may once take it over.
         kind = SharedKVMemory if config.role != "both" else PrivateMemory
+        kind = ReleasableMemory if config.enable_memory_saver else kind
         self.memory: RankMemory = kind(resolved.device)
         self._shape = AttentionShape(
             num_heads=sizes.num_heads,

@@ -281,6 +281,12 @@ class Decoder(Layer):
                 derived += module.build_derived()
         return derived
 
+    def drop_packed(self) -> None:
+        """Free the packed copies of the weights; `build_derived` makes them again."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.packed = None
+
 
 def build_model(
     config: ModelConfig,

@@ -32,6 +32,7 @@ class WorkerEntry:
     num_changes: int = 0  # of its role, or pauses, that are under way: it gets no new requests meanwhile
     is_leaving: bool = False  # it gets no new requests, and goes once it has none
     has_lapsed: bool = False  # no source has it any more: it leaves when its reports end
+    has_returned: bool = False  # a source has its URL again while it leaves: another process is there
     last_cut: tuple[int, LegEnd, str] = (0, "cut", "")  # how often all of its requests were ended; how, why
     on_change: Callable[[], None] = lambda: None  # called when it gets no more requests, or gets them again
 

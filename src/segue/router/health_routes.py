@@ -1,4 +1,4 @@
-"""Whether the router can serve: it can while a worker takes requests."""
+"""Whether the router can serve, which it can while a worker takes requests, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ routes = Routes(Access.OPEN, "Health", _unable)
 async def is_healthy(request: Request) -> Response:
     """200 while a worker takes requests, or keeps them in a pause; else 503, and why none does."""
     return json_response(_condition(router_of(request)))
+
+
+@routes.get("/live")
+async def is_alive(request: Request) -> Response:
+    """200 as long as the router answers, also without workers and while it drains: it needs no restart."""
+    return json_response({"status": "live"})
 
 
 @routes.get("/health_generate")

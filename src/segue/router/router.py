@@ -93,6 +93,7 @@ class Router:
             now.add(registration.url)
             entry = self.registry.at(registration.url)
             if entry is not None:
+                entry.has_returned = entry.has_returned or (entry.has_lapsed and entry.is_leaving)
                 entry.has_lapsed = False
             try:
                 self.membership.check_epoch(registration)
@@ -104,7 +105,7 @@ class Router:
         self._found[source] = frozenset(now)
         for url in before.difference(*self._found.values()):
             if (entry := self.registry.at(url)) is not None:
-                entry.has_lapsed = True
+                entry.has_lapsed, entry.has_returned = True, False
                 self._drop_if_lapsed(entry)
 
     def _on_lost(self, entry: WorkerEntry) -> None:
@@ -139,6 +140,8 @@ class Router:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         self.membership.remove(entry)
+        if entry.has_returned and not self.registry.is_closed:
+            self.add(entry.url, entry.role)
 
     def forget(self, entry: WorkerEntry) -> None:
         """Forget a worker that was to leave, and whose last request has ended."""

@@ -74,4 +74,5 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "new_token_ratio": ratio.value,
         "init_new_token_ratio": ratio.initial,
         "weight_version": s.weight_version,
+        "released_memory": sorted(s.standby.away),
     }

@@ -43,6 +43,7 @@ from segue.scheduler.request import AWAIT, DECODE, FINISHED, PREFILL, WAITING, R
 from segue.scheduler.resources import Released, Resources
 from segue.scheduler.results import take_result
 from segue.scheduler.role import RoleControl
+from segue.scheduler.standby import Standby
 from segue.scheduler.weight_port import WeightPort
 
 
@@ -96,6 +97,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(self, policy or make_policy(limits, self.cost))
         self.handover = Handover(self, num_ranks)
         self.roles = RoleControl(self, config.role)
+        self.standby = Standby(self, num_ranks)
 
     # --- the start and the end of requests ---
 
@@ -399,6 +401,7 @@ class Scheduler:
         totals.used_pages = self.limits.num_pages - len(self.resources.free_pages)
         totals.cached_pages = self.resources.prefix.num_pages
         totals.laps = self.report_laps()
+        totals.released = sorted(self.standby.away)
         if self.config.role != "both":
             totals.handover = self.handover.counters()
         return SchedulerOutput(**({"rids": [], "tokens": [], "finished": []} | columns), counters=totals)

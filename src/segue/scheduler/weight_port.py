@@ -23,6 +23,8 @@ class WeightPort:
         self.is_updating = False  # whether an update of the weights is open, which may end in a commit
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.poisoned: str | None = None  # why the weights are unusable and requests rejected; None: usable
+        self.missing: str | None = None  # what is missing of weights whose memory was released; None: nothing
+        self.unavailable: str | None = None  # why their memory may not be read or written now; None: it may
         self._commits: dict[str, int] = {}  # version -> how often it was committed
 
     @property

@@ -15,7 +15,7 @@ from segue.errors import ConfigError, DiscoveryError
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, sign_of
-from segue.launch.runtime import in_thread
+from segue.launch.in_thread import in_thread
 
 
 class CohortMember:
@@ -98,5 +98,5 @@ class CohortMember:
 
 def _default_id() -> str:
     """Returns a name for this engine: that of the host, and the process id."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:40].strip(".-")
+    host = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower()).strip("-")[:40].strip("-")
     return f"{host or 'engine'}-{os.getpid()}"

@@ -10,7 +10,16 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
+from segue.api.control import (
+    AbortRequest,
+    FlushQuery,
+    MemoryRequest,
+    PauseQuery,
+    PauseRequest,
+    SleepQuery,
+    memory_of_level,
+    memory_reply,
+)
 from segue.api.schema import body_schema, query_schema, reply_schema
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
@@ -98,6 +107,48 @@ async def flush_cache(request: Request) -> Response:
     if flushed.success:
         return Response(f"Cache flushed.\nFlushed items: {flushed.flushed_items}\n", media_type="text/plain")
     return Response(f"Cache not flushed.\nReason: {flushed.error_msg}\n", 400, media_type="text/plain")
+
+
+@routes.post("/release_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+async def release_memory_occupation(request: Request) -> Response:
+    """Give the memory of weights or KV cache back; running requests are retracted, and all requests wait."""
+    manager = runtime_of(request).manager
+    body = await read_json(request, partial(parse, MemoryRequest), partial(control, MemoryRequest))
+    return json_response(memory_reply(await manager.release_memory(body.memory)))
+
+
+@routes.post("/resume_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+async def resume_memory_occupation(request: Request) -> Response:
+    """Take released memory again; weights are then sent or loaded before anything is generated."""
+    manager = runtime_of(request).manager
+    body = await read_json(request, partial(parse, MemoryRequest), partial(control, MemoryRequest))
+    return json_response(memory_reply(await manager.resume_memory(body.memory)))
+
+
+@routes.post("/sleep", schema=query_schema(SleepQuery))
+async def sleep(request: Request) -> Response:
+    """As ``/release_memory_occupation``, by vLLM's name and levels."""
+    manager = runtime_of(request).manager
+    level = parse(SleepQuery, dict(request.query_params), coerces=True).level
+    tags, backup = memory_of_level(level, manager.ready.device)
+    return json_response(memory_reply(await manager.release_memory(tags, backup=backup)))
+
+
+@routes.post("/wake_up", schema=query_schema(MemoryRequest))
+async def wake_up(request: Request) -> Response:
+    """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
+    manager = runtime_of(request).manager
+    query = parse(MemoryRequest, {"tags": request.query_params.getlist("tags")})
+    return json_response(memory_reply(await manager.resume_memory(query.memory)))
+
+
+@routes.get("/is_sleeping")
+async def is_sleeping(request: Request) -> Response:
+    """Whether any memory is released."""
+    runtime = runtime_of(request)
+    if runtime.died.done():
+        raise runtime.died.result()
+    return json_response({"is_sleeping": bool(runtime.manager.stats.counters.released)})
 
 
 @routes.get("/server_info")

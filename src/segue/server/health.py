@@ -27,6 +27,7 @@ STATUSES = {
     "engine_hung": "hung",
     "draining": "draining",
     "weights_poisoned": "poisoned",
+    "weights_released": "released",
 }
 FRESH_S = 1.0  # a step that ended less than this ago shows that the engine generates
 POLL_S = 0.02
@@ -73,7 +74,8 @@ def _condition(runtime: Runtime) -> dict[str, Any]:
     paused = {} if counters.paused is None else {"status": "paused", "mode": counters.paused}
     update = {} if manager.weights.state == "idle" else {"weight_update": manager.weights.state}
     requests = {"num_requests": manager.num_requests} if manager.num_requests else {}
-    return {"status": "ok"} | paused | update | requests
+    released = {"released": counters.released} if counters.released else {}
+    return {"status": "ok"} | paused | released | update | requests
 
 
 # --- does the engine generate? ---

@@ -148,6 +148,8 @@ def _life_metrics(life: Life, epoch: int, gauge: _Make, counter: _Make) -> Itera
     """Yields the metrics of an engine's life."""
     states = {state.name.lower(): state is life.state for state in LifeState}
     yield gauge("engine_state", "Whether the engine is in a state.", states, "state")
+    entered = {state.name.lower(): number for state, number in life.entered.items()}
+    yield counter("engine_transitions", "How often a state was entered.", entered, "state")
     yield gauge("wake_seconds", "Seconds of the wake, by phase.", life.wake_phases, "phase")
     yield gauge("epoch", "The epoch under which the engine serves; 0: it is in no cohort, or asleep.", epoch)
     yield counter("failovers", "Wakes in the place of another engine.", life.num_failovers)

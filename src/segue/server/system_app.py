@@ -83,7 +83,7 @@ class SystemServer:
             ConfigError: the port is in use, or needs privileges.
         """
         config = engine.config
-        self._listener = bind(config.host, port, port_option="--system-port")
+        self._listener = bind(config.system_host or config.host, port, port_option="--system-port")
         listen(self._listener, port_option="--system-port")
         limits = ConnectionLimits.of_this_process(config.max_body_mib)
         self._server = HttpServer(create_system_app(engine), limits, config.log_level)

@@ -295,10 +295,12 @@ class RankSession:
         """
         assert self._changes is not None
         copies, parameters = self._changes
+        names = {*self._staged.names, *(() if self._zero_copy is None else self._zero_copy.tensors)}
 
         def write() -> None:
             copies.write()
             self._served.rebuild(parameters)
+            self._served.note_sent(names)
 
         errors = errors_of(write)
         event = torch.Event(self._served.device) if self._served.device.type == "cuda" else None
@@ -311,7 +313,7 @@ class RankSession:
 
         A session whose commit failed is kept until its `Discard`.
         """
-        fields = {"touched": True}  # unless it is known that nothing was written
+        fields: Fields = {"touched": True}  # unless it is known that nothing was written
 
         def wait() -> list[str]:
             errors, fields["touched"], event = written.result()
@@ -320,6 +322,8 @@ class RankSession:
             return errors
 
         errors = errors_of(wait)
+        if self._served.missing:
+            fields |= {"num_missing": len(self._served.missing), "missing": min(self._served.missing)}
         if errors:
             self._freed.set()  # before the reply, which a `Discard` follows
         self._replies.send(call, errors, fields)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class ServedWeights:
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
+    # Checkpoint names of tensors that have not been sent since the memory of the weights was released.
+    missing: set[str] = field(default_factory=set)
 
     @property
     def device(self) -> torch.device:
@@ -59,3 +61,12 @@ class ServedWeights:
             for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
+
+    def note_released(self) -> None:
+        """Note that the values of all weights are lost."""
+        self.missing.update(*self.writers.values())
+
+    def note_sent(self, names: Iterable[str]) -> None:
+        """Note that these tensors were written; a stacked name stands for those of all experts."""
+        for name in names:
+            self.missing.difference_update(self.weight_map.stacked.get(name, (name,)))

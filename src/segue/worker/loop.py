@@ -47,6 +47,7 @@ from segue.messages.kv import (
 )
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
+from segue.messages.memory import MapMemory, MemoryMoved, ReleaseMemory, ResumeMemory, UnmapMemory
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
 from segue.messages.weight_update import WeightCall, WithdrawCall
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # these need torch, which these loops do not
     from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
     from segue.worker.kv_links import KVLinks
+    from segue.worker.released_memory import ReleasedMemory
 
 
 OVERLAP_DEPTH = 2  # steps in flight, with overlap: a step is launched before the last one's result is read
@@ -90,6 +92,7 @@ class SchedulerLoop:
         None  # to the workers that KV is handed to or comes from; None: started with --role both
     )
     mover: Mover | None = None  # of this rank's KV
+    memory: ReleasedMemory | None = None  # of this rank; None: without --enable-memory-saver
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
     spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
     memory_usage: dict[str, int]
@@ -178,15 +181,32 @@ class SchedulerLoop:
         A command is a list with one message per rank; rank 0's updater is in this process.
         """
         self._advance_pause()
+        self._advance_memory()
         self._advance_role()
         self._advance_handover()
         answers, commands = self._weights.advance(time.monotonic())
         for answer in answers:
             self._send(answer)
         for own, *others in commands:
-            for follower, command in zip(self.followers, others, strict=True):
-                follower.send(self._encode(command))
+            self._send_each(others)
             self.updater.handle(own)
+
+    def _advance_memory(self) -> None:
+        """Send the answers of calls that release or resume memory, and their commands."""
+        answers, commands = self.scheduler.standby.advance()
+        if answers:
+            self._send(self._weights.machine.notice())  # a client that has its answer may ask for the health
+        for answer in answers:
+            self._send(answer)
+        for own, *others in commands:
+            self._send_each(others)
+            assert self.memory is not None
+            self.memory.handle(own)
+
+    def _send_each(self, commands: Sequence[RankMessage]) -> None:
+        """Send each of the other ranks its own command."""
+        for follower, command in zip(self.followers, commands, strict=True):
+            follower.send(self._encode(command))
 
     def _advance_handover(self) -> None:
         """Send what handing over KV leads to: replies, commands to the ranks, messages to other workers."""
@@ -289,6 +309,8 @@ class SchedulerLoop:
             case LinkOpened() | LinkMessage() | LinkClosed():
                 assert self.kv_links is not None
                 self.kv_links.on_event(event, now)
+            case MemoryMoved():
+                self.scheduler.standby.on_rank(event, now)
             case RankAnswer():
                 self._send(event)
             case Drained() | RankJoined():
@@ -337,6 +359,8 @@ class SchedulerLoop:
                 self._send_state(message)
             case SetRole():
                 self.scheduler.roles.set(message, time.monotonic())
+            case ReleaseMemory() | ResumeMemory():
+                self.scheduler.standby.request(message)
             case GetLoad():
                 refused = {} if self.kv_links is None else self.kv_links.refused(time.monotonic())
                 self._send(load_of(self.scheduler, message.call, refused))
@@ -397,6 +421,7 @@ def follow(
     send: Callable[[RankEvent], None],
     turn: Turn,
     mover: Mover | None = None,
+    memory: ReleasedMemory | None = None,
 ) -> None:
     """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
@@ -424,5 +449,8 @@ def follow(
             case ConnectPeer() | DisconnectPeer() | PushPages() | VerifyPages() | BanWriters():
                 assert mover is not None, "KV is handed over although --role is both"
                 mover.handle(message)
+            case UnmapMemory() | MapMemory():
+                assert memory is not None, "memory is released without --enable-memory-saver"
+                memory.handle(message)
             case _:
                 updater.handle(message)

@@ -26,15 +26,18 @@ from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
 from segue.logs import configure, logger
+from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import InitStep, Ready, StartFailed, StartStep
 from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
+from segue.weight_update.served import ServedWeights
 from segue.worker.kv_links import KVLinks, make_hello
 from segue.worker.kv_mover import make_mover
 from segue.worker.loop import SchedulerLoop, follow
+from segue.worker.released_memory import ReleasedMemory
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
 # takes 0.1 ms or more there.
@@ -71,7 +74,8 @@ def run_scheduler(
         runner, steps = started
         with ExitStack() as stack:
             stack.enter_context(closing(runner))
-            updater = stack.enter_context(closing(WeightUpdater(runner.served_weights(), sender.send)))
+            served = runner.served_weights()
+            updater = stack.enter_context(closing(WeightUpdater(served, sender.send)))
             scheduler = Scheduler(
                 runner.limits,
                 config,
@@ -97,6 +101,7 @@ def run_scheduler(
                 events=events,
                 kv_links=links,
                 mover=mover,
+                memory=_released_memory(runner, served, sender),
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
                 turn=turn or Turn(),
@@ -219,12 +224,23 @@ def _run_follower(
     if started is not None:
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
-        updater = WeightUpdater(runner.served_weights(), sender.send)
+        served = runner.served_weights()
+        updater = WeightUpdater(served, sender.send)
         mover = None
         if config.role != "both":
             mover, rank_address = make_mover(config, runner, run_dir, sender.send)
             sender.send(RankJoined(rank=tp.rank, address=rank_address))
-        follow(runner, updater, messages, sender.send, turn, mover)
+        memory = _released_memory(runner, served, sender)
+        follow(runner, updater, messages, sender.send, turn, mover, memory)
+
+
+def _released_memory(
+    runner: ModelRunner, served: ServedWeights, sender: EventSender
+) -> ReleasedMemory | None:
+    """Return what releases the memory of a rank; None: it was not made for that."""
+    if not isinstance(runner.memory, ReleasableMemory):
+        return None
+    return ReleasedMemory(runner.memory, runner.model, served, sender.send)
 
 
 def _watch_lifeline(run_dir: Path) -> None:

@@ -32,7 +32,7 @@ class WeightControl:
 
     def __init__(self, port: Port, num_ranks: int) -> None:
         self._port = port
-        self._outbox = Outbox(num_ranks)
+        self._outbox = Outbox[WeightCommand](num_ranks)
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
         self._handlers: dict[type[operations.Operation], Callable[[WeightCall, Any, float], None]] = {
@@ -261,6 +261,8 @@ class WeightControl:
         if session is not None:
             way = "end it" if session.kind == "group of calls" else "complete or abort it"
             return f"session {session.id!r} is open ({self.machine.state}); {way} first"
+        if self._port.unavailable is not None:
+            return self._port.unavailable
         if error is not None:
             return f"the begun update has failed ({error}); end it with /end_weight_update"
         if manifest is not None and (refusal := self._receive_refusal(manifest)):
@@ -293,6 +295,8 @@ class WeightControl:
 
         A comparison that finds a difference is answered as a failure.
         """
+        if self._port.unavailable is not None:
+            raise Refusal(self._port.unavailable)
 
         def inspected(replies: list[RankReply], wrong: str, now: float) -> None:
             """Answer the call once every rank has replied; ``wrong``: what went wrong, or ""."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from segue.messages.weight_operations import Group, JoinGroup, LeaveGroup
-from segue.messages.weight_update import Join, Leave, RankReply, StopJoin, WeightCall
+from segue.messages.weight_update import Join, Leave, RankReply, StopJoin, WeightCall, WeightCommand
 from segue.weight_update.control.outbox import Outbox, Refusal
 from segue.weight_update.control.state_machine import WeightMachine
 
@@ -26,7 +26,7 @@ class Joining:
 class TrainerGroups:
     """Joins and leaves groups on all ranks; a group that is lost ends the session that receives from it."""
 
-    def __init__(self, outbox: Outbox, machine: WeightMachine) -> None:
+    def __init__(self, outbox: Outbox[WeightCommand], machine: WeightMachine) -> None:
         self.joined: dict[str, Group] = {}  # by name
         self._outbox = outbox
         self._machine = machine

@@ -1,4 +1,4 @@
-"""What the control of weight updates sends: messages to the frontend, and commands to the ranks.
+"""What control on rank 0 sends: messages to the frontend, and commands to the ranks.
 
 The caller does the I/O.
 """
@@ -6,13 +6,14 @@ The caller does the I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
 from segue.messages.control import SchedulerMessage
-from segue.messages.weight_update import RankReply, WeightAnswer, WeightCommand
+from segue.messages.weight_update import RankCommand, RankReply, WeightAnswer
 
+Command = TypeVar("Command", bound=RankCommand)
 _SHOWN = 20  # problems listed in a message
 # Called after the last reply: (replies by rank, their problems or "", time).
 Then = Callable[[list[RankReply], str, float], None]
@@ -22,7 +23,7 @@ class Refusal(Exception):
     """A call of the frontend cannot be done; the text says why, and becomes the answer."""
 
 
-class Outbox:
+class Outbox(Generic[Command]):
     """Collects messages and commands in the order of sending, and calls back when every rank has replied."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -30,7 +31,7 @@ class Outbox:
         self._num_commands = 0
         # By the number of a command: what follows, and the replies by rank, as long as some are missing.
         self._pending: dict[int, tuple[Then, dict[int, RankReply]]] = {}
-        self._commands: list[Sequence[WeightCommand]] = []
+        self._commands: list[Sequence[Command]] = []
         self._messages: list[SchedulerMessage] = []
 
     def send(self, message: SchedulerMessage) -> None:
@@ -41,7 +42,7 @@ class Outbox:
         """Queue the same answer to each of these calls of the frontend."""
         self._messages += [WeightAnswer(call, success, message, fields) for call in calls]
 
-    def command(self, *commands: WeightCommand, then: Then = lambda *_: None) -> None:
+    def command(self, *commands: Command, then: Then = lambda *_: None) -> None:
         """Queue one command for all ranks, or one for each rank; ``then`` is called after the last reply.
 
         All copies get the same number, by which the ranks' replies are matched to them.
@@ -62,7 +63,7 @@ class Outbox:
             ordered = [replies[rank] for rank in range(self.num_ranks)]
             then(ordered, _problems(ordered), now)
 
-    def take(self) -> tuple[list[SchedulerMessage], list[Sequence[WeightCommand]]]:
+    def take(self) -> tuple[list[SchedulerMessage], list[Sequence[Command]]]:
         """Return what was queued, and empty the queues; each entry of commands has one per rank, in order."""
         queued = self._messages, self._commands
         self._messages, self._commands = [], []

@@ -20,7 +20,14 @@ from segue.messages import weight_update as messages
 from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.requests import Finished
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
-from segue.messages.weight_update import RankReply, Received, WeightAnswer, WeightCall, WeightNotice
+from segue.messages.weight_update import (
+    RankReply,
+    Received,
+    WeightAnswer,
+    WeightCall,
+    WeightCommand,
+    WeightNotice,
+)
 from segue.weight_update.control.outbox import Outbox
 from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
 
@@ -28,6 +35,8 @@ from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePha
 class Port(Protocol):
     """The part of the scheduler that a weight update may read and change."""
 
+    missing: str | None  # what is missing of weights whose memory was released; None: nothing
+    unavailable: str | None  # why the weights' memory may not be read or written now; None: it may
     poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
     weight_version: str  # the name of the served weights
     is_updating: bool  # whether a session is open
@@ -64,7 +73,7 @@ class WeightMachine:
     (`_on_…`). `session.Kind` explains the three kinds of sessions.
     """
 
-    def __init__(self, port: Port, outbox: Outbox) -> None:
+    def __init__(self, port: Port, outbox: Outbox[WeightCommand]) -> None:
         self._port = port
         self._outbox = outbox
         self.session: UpdateSession | None = None
@@ -83,8 +92,14 @@ class WeightMachine:
 
     def notice(self) -> WeightNotice:
         """Returns the present state, as the frontend shows it without asking."""
-        version, poisoned = self._port.weight_version, self._port.poisoned
-        return structs.replace(self._shown, version=version, state=self.state, poisoned=poisoned)
+        port = self._port
+        return structs.replace(
+            self._shown,
+            version=port.weight_version,
+            state=self.state,
+            poisoned=port.poisoned,
+            missing=port.missing,
+        )
 
     def status(self, now: float) -> dict[str, Any]:
         """Returns the body of ``GET /weights_update_status``, apart from the groups."""
@@ -289,6 +304,7 @@ class WeightMachine:
         self._port.commit(session.weight_version, flush_cache=session.flush_cache)
         if not session.is_partial:
             self._port.poisoned = None
+        self._port.missing = _missing(replies)
         session.times["SERVED"] = now
         self._shown.num_committed += 1
         self._shown.last = self._figures(session) | {"kind": session.kind}
@@ -381,6 +397,15 @@ def _staging(replies: list[RankReply]) -> dict[str, Any]:
         "num_bytes": sum(reply.fields.get("staging_bytes", 0) for reply in replies),
         "note": fields.get("note", ""),
     }
+
+
+def _missing(replies: list[RankReply]) -> str | None:
+    """Return what is still to be sent after the weights' memory was released; None: nothing."""
+    fields = max((reply.fields for reply in replies), key=lambda fields: fields.get("num_missing", 0))
+    if not (count := fields.get("num_missing", 0)):
+        return None
+    first = f"such as {fields['missing']!r}"
+    return f"tensors that have not been sent since their memory was released: {count}, {first}"
 
 
 def _wrong_format(request: UpdateFromDisk | UpdateFromTensor) -> str:

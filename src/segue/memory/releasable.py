@@ -1,0 +1,154 @@
+"""Memory of a rank that can be given back to the system, and taken again at the same addresses.
+
+Weights and KV cache live in windows. Tensors and CUDA graphs stay valid while their memory is away; nothing
+may access it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from segue.errors import OutOfMemoryError
+from segue.host import free_cpu_memory
+from segue.memory.arena import SLAB_BYTES, Arena, Layout
+from segue.memory.binding import tensor_at
+from segue.memory.budget import gib
+from segue.memory.cuda_vmm import CudaVMM
+from segue.memory.memfd import MemfdVMM
+from segue.memory.rank_memory import PrivateMemory
+from segue.memory.vmm import VMM
+from segue.memory.window import MemoryWindow
+from segue.messages.memory import MemoryTag
+from segue.sizes import round_up
+
+
+class ReleasableMemory(PrivateMemory):
+    """Memory of this process alone, whose weights and KV cache can be released."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
+        self._ranges: dict[MemoryTag, _Range] = {}
+
+    def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
+        """See `RankMemory.load`; memory is taken when `fill` first asks for the arena, and not before."""
+
+        @cache
+        def take() -> Arena:
+            return Arena(layout, self._take_range("weights", layout.sizes))
+
+        fill(take)
+        return take()
+
+    def take_kv(self, num_bytes: int) -> Tensor:
+        """See `RankMemory.take_kv`.
+
+        Raises:
+            SlabMemoryError: the device has too little memory.
+        """
+        kv = self._take_range("kv_cache", [num_bytes])[0]
+        return kv if kv.device.type == "cpu" else kv.zero_()
+
+    def unmap(self, tag: MemoryTag, *, backup: bool = False) -> int:
+        """Give memory back, and return its bytes; 0 if it is away already.
+
+        All work that uses it must have been queued on the current stream. With `backup` its contents are
+        kept in the host's memory, and come back with `map`.
+
+        Raises:
+            OutOfMemoryError: the host has no memory for the backup; nothing is given back.
+        """
+        held = self._ranges[tag]
+        num_bytes = held.window.mapped_bytes
+        if num_bytes:
+            held.backup = self._copy(held.tensors) if backup else None
+            held.window.clear()
+        return num_bytes
+
+    def map(self, tags: Sequence[MemoryTag]) -> int:
+        """Take memory again, all of it or none, and return its bytes; what is here already stays.
+
+        Contents without a backup are zero.
+
+        Raises:
+            SlabMemoryError: there is too little memory.
+            SharedMemoryError: it cannot be mapped.
+        """
+        away = [self._ranges[tag] for tag in tags if not self._ranges[tag].window.mapped_bytes]
+        try:
+            for held in away:
+                self._map(held)
+        except BaseException:
+            for held in away:
+                held.window.clear()
+            raise
+        for held in away:
+            if held.backup is not None:
+                for tensor, copy in zip(held.tensors, held.backup, strict=True):
+                    tensor.copy_(copy)
+                held.backup = None
+            elif self.device.type == "cuda":
+                for tensor in held.tensors:
+                    tensor.zero_()
+        return sum(held.window.mapped_bytes for held in away)
+
+    def has_backup(self, tag: MemoryTag) -> bool:
+        """Whether memory that is away comes back with its contents."""
+        return self._ranges[tag].backup is not None
+
+    def close(self) -> None:
+        """See `RankMemory.close`."""
+        for held in self._ranges.values():
+            held.window.close()
+        self._ranges.clear()
+
+    def _take_range(self, tag: MemoryTag, sizes: Sequence[int]) -> list[Tensor]:
+        """Reserve a window and map memory there; returns one tensor of bytes per size."""
+        rounded = [round_up(size, self._vmm.granularity) for size in sizes]
+        window = MemoryWindow(self._vmm, sum(rounded))
+        starts = [sum(rounded[:index]) for index in range(len(rounded))]
+        tensors = [
+            tensor_at(window.address + start, size, self.device)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        held = self._ranges[tag] = _Range(window, tensors)
+        self._map(held)
+        return tensors
+
+    def _map(self, held: _Range) -> None:
+        """Map all of a range, in slabs that the device can surely have in one piece."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the driver cannot take what torch keeps for later
+        for start in range(0, held.window.size, SLAB_BYTES):
+            slab = self._vmm.private(min(SLAB_BYTES, held.window.size - start))
+            try:
+                held.window.map(start, slab, writable=True)
+            finally:
+                self._vmm.close(slab)  # the mapping keeps the memory
+
+    def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors to the host's memory."""
+        needed = sum(tensor.nbytes for tensor in tensors)
+        if (missing := needed - free_cpu_memory()) > 0:
+            raise OutOfMemoryError(
+                f"the backup of the weights needs {gib(needed)} of the host's memory, and {gib(missing)} are "
+                "missing; free memory, or release the weights without a backup (/sleep?level=2)"
+            )
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
+
+    def _synchronise(self) -> None:
+        # Only this stream: another one may wait for a peer that sends weights.
+        torch.cuda.current_stream(self.device).synchronize()
+
+
+class _Range:
+    """A window, and the tensors that are bound to it."""
+
+    def __init__(self, window: MemoryWindow, tensors: list[Tensor]) -> None:
+        self.window = window
+        self.tensors = tensors
+        self.backup: list[Tensor] | None = None  # the contents while the memory is away

@@ -1,0 +1,122 @@
+"""``segue serve --shadows``: whatever dies of the engine that serves, every reply goes on as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+import httpx
+import pytest
+
+from segue.cluster.pod_process import EnginePart, PodProcess
+from tests.conftest import WaitUntil
+from tests.e2e.clustering import KEY, clustered, descendants
+from tests.support.streams import ReplyGroup, every_kind
+
+TOKENS = 250
+NEXT_TOKEN_P50_S, NEXT_TOKEN_P99_S = 0.3, 0.8  # from the kill
+
+
+@pytest.fixture(scope="module")
+def pod(tiny_model: Path) -> Iterator[PodProcess]:
+    options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
+    with PodProcess(options) as found:
+        yield found
+
+
+def model_of(pod: PodProcess) -> str:
+    return str(httpx.get(f"{pod.url}/v1/models", timeout=10).json()["data"][0]["id"])
+
+
+@pytest.mark.alone
+def test_no_client_notices_more_than_a_pause_when_an_engine_is_killed(
+    pod: PodProcess, wait_until: WaitUntil
+) -> None:
+    requests = every_kind(model_of(pod), TOKENS)
+    expected = ReplyGroup.send(pod.url, requests).end()
+    assert not any(isinstance(each, str) for each in expected), expected
+    pauses: list[float] = []
+    for part in get_args(EnginePart):
+        pod.wait_for_standby()
+        group = ReplyGroup.send(pod.url, requests)
+        wait_until(lambda group=group: group.have_begun(10), timeout=30, what="the streams have begun")
+        times = pod.kill_serving(part)
+        found = group.end()
+        for (path, body), reply, without_kill in zip(requests, found, expected, strict=True):
+            assert reply == without_kill, f"{part} killed; {path} {body}"
+        # Before its record a successor sends nothing: what comes earlier was under way from the dead engine.
+        resumed = [reply.first_after(times.killed_at + times.record_s) for reply in group.replies]
+        streams = [each for each, (_, body) in zip(resumed, requests, strict=True) if body.get("stream")]
+        assert sum(each is not None for each in streams) >= 4, "the streams went on after the kill"
+        pauses += [each - times.killed_at for each in streams if each is not None]
+    pauses.sort()
+    print(f"kill to next token: p50 {median(pauses) * 1e3:.0f} ms, worst {pauses[-1] * 1e3:.0f} ms")
+    assert median(pauses) < NEXT_TOKEN_P50_S and pauses[-1] < NEXT_TOKEN_P99_S, pauses
+
+
+def test_clients_use_one_port_throughout_and_whatever_dies_comes_back(
+    pod: PodProcess, wait_until: WaitUntil
+) -> None:
+    pod.wait_for_standby()
+    times = pod.kill_serving()
+    assert times.successor.engine != times.victim.engine
+    assert times.successor.epoch == times.victim.epoch + 1
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{pod.url}/generate", json=body, timeout=30).status_code == 200
+    pod.wait_for_standby()  # the killed engine, as a shadow
+    (router,) = (pid for pid, words in descendants(pod.process.pid).items() if "router" in words)
+    os.kill(router, signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            return httpx.post(f"{pod.url}/generate", json=body, timeout=30).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers, timeout=60, what="the router is back at its port")
+
+
+def test_ctrl_c_ends_all_of_it_within_seconds(pod: PodProcess, wait_until: WaitUntil) -> None:
+    pids = set(descendants(pod.process.pid))
+    os.kill(pod.pid(), signal.SIGSTOP)  # it cannot even answer a signal
+    began = time.monotonic()
+    pod.process.send_signal(signal.SIGINT)
+    assert pod.process.wait(30) == 0
+    assert time.monotonic() - began < 12
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="no process is left")
+    # The stopped engine was killed, so its own directory stays, until the next engine removes it.
+    assert not list(pod.directory.glob("segue-*/failover"))
+
+
+def test_a_cluster_with_shadows_goes_on_drains_and_leaves_nothing(
+    tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
+) -> None:
+    with clustered(tmp_path, tiny_model, wait_until, "--workers", "1", "--shadows", "1") as cluster:
+        assert cluster.status.endswith("/v1): 1 worker, with 1 engine standing by\n")
+        assert cluster.serving() == 1 and len(cluster.children("serve")) == 2
+        body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        with httpx.stream("POST", f"{cluster.url}/generate", json=body, headers=KEY, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            cluster.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert '"completion_tokens":400' in "".join(rest) and "data: [DONE]" in rest
+        assert cluster.process.wait(30) == 0
+
+
+def test_the_demonstration_shows_a_stream_that_goes_on(tiny_model: Path) -> None:
+    words = ["--model", str(tiny_model), "--load-format", "dummy", "--tokens", "60"]
+    found = subprocess.run(
+        [sys.executable, "-m", "segue", "failover-demo", *words], capture_output=True, text=True, timeout=100
+    )
+    assert found.returncode == 0, found.stderr
+    for text in ("killed with SIGKILL, starts again", "epoch 2", " ⚡ ", "next token of the stream"):
+        assert text in found.stdout
+    assert "no error, and the same text as without a kill." in " ".join(found.stdout.split())

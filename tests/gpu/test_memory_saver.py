@@ -1,0 +1,74 @@
+"""Memory of a GPU is released and resumed: the bytes go back, outputs stay equal, graphs are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import segue
+from tests.model_runner.tiny import save_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+PROMPTS = [[5, 6, 7] * 30, [9] * 50, list(range(3, 60))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, head_dim=128)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[segue.Engine]:
+    options: dict[str, Any] = {"device": "cuda", "num_kv_tokens": 65536, "enable_memory_saver": True}
+    with segue.Engine(str(model), **options) as engine:
+        yield engine
+
+
+def tokens(engine: segue.Engine) -> list[list[int]]:
+    return [reply["output_ids"] for reply in engine.generate(input_ids=PROMPTS, sampling_params=PARAMS)]
+
+
+def graph_hits(engine: segue.Engine) -> int:
+    found: int = engine.get_server_info()["internal_states"][0]["graph_hit"]
+    return found
+
+
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["weights", "kv_cache"]])
+def test_twenty_cycles(engine: segue.Engine, model: Path, tags: list[str]) -> None:
+    before = tokens(engine)
+    for cycle in range(20):
+        free = torch.cuda.mem_get_info(0)[0]
+        released = engine.release_memory_occupation(tags)
+        assert torch.cuda.mem_get_info(0)[0] - free >= 0.95 * released["num_bytes"], cycle
+        engine.resume_memory_occupation(tags)
+        if "weights" in tags:
+            assert engine.update_weights_from_disk(str(model))["success"]
+        hits = graph_hits(engine)
+        assert tokens(engine) == before, cycle
+        assert graph_hits(engine) > hits, "the graphs are not used any more"
+
+
+def test_a_sleep_of_level_1_brings_the_weights_back(engine: segue.Engine) -> None:
+    before = tokens(engine)
+    assert engine.sleep(1)["tags"] == ["kv_cache", "weights"]
+    assert engine._runtime.trouble is not None
+    engine.wake_up()
+    assert engine._runtime.trouble is None and tokens(engine) == before
+
+
+def test_requests_that_run_go_on_with_the_same_tokens(engine: segue.Engine) -> None:
+    before = tokens(engine)
+    streams = [engine.generate(input_ids=prompt, sampling_params=PARAMS, stream=True) for prompt in PROMPTS]
+    for stream in streams:
+        next(stream)
+    engine.release_memory_occupation(["kv_cache"])
+    engine.resume_memory_occupation(["kv_cache"])
+    assert [list(stream)[-1]["output_ids"] for stream in streams] == before

@@ -1,0 +1,95 @@
+"""Releasable memory keeps its addresses, and its contents only with a backup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from segue.errors import OutOfMemoryError, SlabMemoryError
+from segue.memory import releasable
+from segue.memory.arena import Arena, Layout, TensorSpec
+from segue.memory.memfd import MemfdVMM
+from segue.memory.releasable import ReleasableMemory
+from segue.memory.vmm import Slab
+
+LAYOUT = Layout.of([TensorSpec(name=name, shape=(5,), dtype=torch.float32) for name in "ab"], slab_bytes=256)
+
+
+@pytest.fixture
+def memory() -> Iterator[ReleasableMemory]:
+    memory = ReleasableMemory(torch.device("cpu"))
+    yield memory
+    memory.close()
+
+
+def fill(take: Callable[[], Arena]) -> None:
+    arena = take()
+    for name in "ab":
+        arena.view(name).fill_(ord(name))
+    arena.zero_gaps()
+
+
+def test_weights_and_kv_come_back_as_zeros_at_the_same_addresses(memory: ReleasableMemory) -> None:
+    arena, kv = memory.load(LAYOUT, fill), memory.take_kv(1000)
+    assert len(arena.slabs) == 2 and kv.shape == (1000,) and not kv.any()
+    kv.fill_(9)
+    addresses = [slab.data_ptr() for slab in (*arena.slabs, kv)]
+    assert memory.unmap("weights") == LAYOUT.num_bytes
+    assert memory.unmap("kv_cache") == 2 << 20
+    assert memory.unmap("kv_cache") == 0  # once more
+    assert memory.map(["weights", "kv_cache"]) == LAYOUT.num_bytes + (2 << 20)
+    assert memory.map(["weights"]) == 0
+    assert [slab.data_ptr() for slab in (*arena.slabs, kv)] == addresses
+    assert not kv.any() and not any(slab.any() for slab in arena.slabs)
+
+
+def test_weights_with_a_backup_come_back_with_their_values(memory: ReleasableMemory) -> None:
+    arena = memory.load(LAYOUT, fill)
+    memory.unmap("weights", backup=True)
+    assert memory.has_backup("weights")
+    memory.map(["weights"])
+    assert not memory.has_backup("weights")
+    assert [arena.view(name).tolist() for name in "ab"] == [[97.0] * 5, [98.0] * 5]
+
+
+def test_a_backup_that_does_not_fit_leaves_the_weights_where_they_are(
+    memory: ReleasableMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = memory.load(LAYOUT, fill)
+    monkeypatch.setattr(releasable, "free_cpu_memory", lambda: 1 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"missing; free memory, or release .*level=2"):
+        memory.unmap("weights", backup=True)
+    assert arena.view("a").tolist() == [97.0] * 5
+
+
+def test_all_of_the_memory_is_taken_or_none(
+    memory: ReleasableMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.load(LAYOUT, fill)
+    memory.take_kv(1000)
+    memory.unmap("weights")
+    memory.unmap("kv_cache")
+    private, taken = MemfdVMM.private, list[int]()
+
+    def second_fails(self: MemfdVMM, size: int) -> Slab:
+        taken.append(size)
+        if len(taken) == 2:
+            raise SlabMemoryError("none is left")
+        return private(self, size)
+
+    monkeypatch.setattr(MemfdVMM, "private", second_fails)
+    with pytest.raises(SlabMemoryError):
+        memory.map(["weights", "kv_cache"])
+    assert memory.unmap("weights") == memory.unmap("kv_cache") == 0
+    assert memory.map(["weights", "kv_cache"]) == LAYOUT.num_bytes + (2 << 20)
+
+
+def test_what_a_filler_checks_first_takes_no_memory(memory: ReleasableMemory) -> None:
+    def refuse(take: Callable[[], Arena]) -> None:
+        raise ValueError("a bad checkpoint")
+
+    with pytest.raises(ValueError, match="bad"):
+        memory.load(LAYOUT, refuse)
+    assert memory._ranges == {}
