@@ -43,6 +43,10 @@ def serve(config: GmsConfig) -> None:
         Console(highlight=False).print(line, soft_wrap=True)
 
     configure(config.log_level)
+    if config.on_child_exit != "alone":
+        from segue.gms.supervisor import GmsSupervisor
+
+        sys.exit(GmsSupervisor(config.child_environment, config.on_child_exit).run())
     sys.exit(asyncio.run(lifecycle.serve(config, print_ready)))
 
 
@@ -88,7 +92,7 @@ def ready(
 @with_options(GmsConfig, without=SERVE_GROUP)
 def status(
     config: GmsConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")] = False,
+    as_json: Annotated[bool, setting("json", "Print JSON.", group="Output")] = False,
 ) -> None:
     """Show which weights the memory service has, and who uses them."""
     with _watch(config) as client:
@@ -106,9 +110,7 @@ def status(
 @with_options(GmsConfig, without=SERVE_GROUP)
 def events(
     config: GmsConfig,
-    follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on with new events.", rich_help_panel="Output")
-    ] = True,
+    once: Annotated[bool, setting("once", "End after the events so far.", group="Output")] = False,
 ) -> None:
     """Print what has happened in the memory service: its last 256 events, and then each new one."""
     with _watch(config) as client:
@@ -118,7 +120,7 @@ def events(
                 at = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
                 typer.echo(f"{at} {event.kind:16} {event.text}")
                 since = event.number
-            if not follow:
+            if once:
                 return
             time.sleep(0.2)
 

@@ -41,6 +41,7 @@ from segue.gms.lock_state import (
     WeightsState,
 )
 from segue.gms.manifest import WeightsManifest, decode_manifest, difference, key_of
+from segue.gms.status import status_of
 from segue.gms.store import RankSlabs, SlabStore
 from segue.gms.transport import GmsFrameError, close, packed, unpacked
 from segue.logs import logger
@@ -192,7 +193,7 @@ class MemoryService:
                 value = self.notes.get((session.hello.cohort, message.name))
                 port.send(wire.NoteValue(call=call, value=value))
             case wire.GetServiceState():
-                self._send_file(session, wire.StateGiven(call=call), json.dumps(self.status()).encode())
+                self._send_file(session, wire.StateGiven(call=call), json.dumps(status_of(self)).encode())
             case wire.GetServiceEvents():
                 found = [event for event in self.events if event.number > message.since]
                 port.send(wire.EventsGiven(call=call, events=found))
@@ -448,52 +449,3 @@ class MemoryService:
         self.num_events += 1
         self.events.append(wire.ServiceEvent(number=self.num_events, at=time.time(), kind=kind, text=text))
         logger.debug("%s: %s", kind, text)
-
-    def status(self) -> dict[str, object]:
-        """Return the state for people and tools."""
-        state, now = self.state, time.monotonic()
-        writing = [lease for lease in state.leases.values() if lease.is_rw]
-        currents: dict[int, list[str]] = {}
-        for name, cohort in state.cohorts.items():
-            if cohort.current is not None:
-                currents.setdefault(cohort.current, []).append(name)
-        return {
-            "incarnation": self.incarnation,
-            "devices": self.store.bytes_by_device(),
-            "num_slabs": self.store.num_slabs,
-            "cohorts": {name: {"current": c.current, "epoch": c.epoch} for name, c in state.cohorts.items()},
-            "generations": [
-                {
-                    "generation": number,
-                    "state": "committed",
-                    "cohorts": currents.get(number, []),
-                    "bytes": sum(sum(slabs.sizes) for _, slabs in self.store.of(number)),
-                    "readers": [self.name(session) for session in state.readers(number)],
-                }
-                for number in state.generations
-            ]
-            + [
-                {
-                    "generation": lease.generation,
-                    "state": "being written",
-                    "cohorts": [lease.cohort],
-                    "bytes": sum(sum(slabs.sizes) for _, slabs in self.store.of(lease.generation)),
-                    "readers": [self.name(session) for session in lease.sessions],
-                }
-                for lease in writing
-            ],
-            "waiting": [self.name(ask.session) for ask in state.waiting],
-            "sessions": [
-                {
-                    "session": number,
-                    "pid": session.pid,
-                    "tag": session.hello.tag,
-                    "cohort": session.hello.cohort,
-                    "engine": session.hello.engine,
-                    "rank": session.hello.rank,
-                    "device": session.hello.device,
-                    "seconds": round(now - session.since, 1),
-                }
-                for number, session in self.sessions.items()
-            ],
-        }
