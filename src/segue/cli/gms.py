@@ -125,7 +125,7 @@ def events(
             time.sleep(0.2)
 
 
-def _watch(config: GmsConfig, timeout_s: float = 2.0) -> Any:
+def _watch(config: GmsConfig, timeout_s: float = 0.0) -> Any:
     """Return a client that only looks."""
     from segue.gms.client import GmsClient, GmsTarget
 

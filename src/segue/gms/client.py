@@ -281,6 +281,8 @@ class GmsClient:
         return None
 
     def _lost(self, error: object) -> MemoryServiceError:
+        """Return the error of a connection that is of no use any more, and close it."""
+        self._socket.close()
         text = f"the connection to the memory service in {self.target.directory} has ended ({error})"
         lost = MemoryServiceError(f"{text}; see its log, and start it again if it does not run")
         lost.code = "lost"
