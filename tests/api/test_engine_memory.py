@@ -134,8 +134,8 @@ def test_all_resident_bytes_of_the_windows_go_back(model: Path, monkeypatch: pyt
     found: list[ReleasableMemory] = []
     init = ReleasableMemory.__init__
 
-    def noted(self: ReleasableMemory, *args: Any) -> None:
-        init(self, *args)
+    def noted(self: ReleasableMemory, *args: Any, **fields: Any) -> None:
+        init(self, *args, **fields)
         found.append(self)
 
     monkeypatch.setattr(ReleasableMemory, "__init__", noted)

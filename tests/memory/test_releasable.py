@@ -93,3 +93,26 @@ def test_what_a_filler_checks_first_takes_no_memory(memory: ReleasableMemory) ->
     with pytest.raises(ValueError, match="bad"):
         memory.load(LAYOUT, refuse)
     assert memory._ranges == {}
+
+
+def test_parked_kv_has_only_its_scratch_page_until_the_engine_wakes() -> None:
+    memory = ReleasableMemory(torch.device("cpu"), parks_kv=True)
+    num_bytes, page = 9 << 20, 3 << 20
+    kv = memory.take_kv(num_bytes, scratch_bytes=page)
+    window = memory._ranges["kv_cache"].window
+    assert window.mapped_bytes == 4 << 20  # whole blocks around the last page
+    kv[-page:].fill_(7)
+    memory.wake()
+    assert window.mapped_bytes == window.size == 10 << 20
+    assert not kv.any()
+    kv.fill_(1)
+    memory.wake()  # once more takes nothing
+    assert kv.all() and memory.unmap("kv_cache") == window.size
+    memory.close()
+
+
+def test_kv_that_is_not_parked_is_whole_from_the_start(memory: ReleasableMemory) -> None:
+    kv = memory.take_kv(9 << 20, scratch_bytes=1 << 20)
+    kv.fill_(1)
+    memory.wake()
+    assert kv.all()

@@ -30,8 +30,11 @@ class RankMemory(Protocol):
         """
         ...
 
-    def take_kv(self, num_bytes: int) -> Tensor:
-        """Return zeroed bytes for the KV cache."""
+    def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
+        """Return zeroed bytes for the KV cache.
+
+        Until `wake` only the last `scratch_bytes` are accessed: the scratch page.
+        """
         ...
 
     def wake(self) -> None:
@@ -70,8 +73,8 @@ class PrivateMemory:
         fill(arena)
         return arena()
 
-    def take_kv(self, num_bytes: int) -> Tensor:
-        """See `RankMemory.take_kv`."""
+    def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
+        """See `RankMemory.take_kv`; all of it is taken now."""
         return backing.zeros(num_bytes, self.device)
 
     def wake(self) -> None:
@@ -98,8 +101,8 @@ class PrivateMemory:
 class SharedKVMemory(PrivateMemory):
     """Memory of this process, except that other processes can map the KV cache."""
 
-    def take_kv(self, num_bytes: int) -> Tensor:
-        """See `RankMemory.take_kv`.
+    def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
+        """See `RankMemory.take_kv`; all of it is taken now.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory.

@@ -29,8 +29,10 @@ from segue.sizes import round_up
 class ReleasableMemory(PrivateMemory):
     """Memory of this process alone, whose weights and KV cache can be released."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, parks_kv: bool = False) -> None:
+        """Serve a device; with `parks_kv` the KV cache has only its scratch page until `wake`."""
         super().__init__(device)
+        self._parks_kv = parks_kv
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
         self._ranges: dict[MemoryTag, _Range] = {}
 
@@ -39,19 +41,37 @@ class ReleasableMemory(PrivateMemory):
 
         @cache
         def take() -> Arena:
-            return Arena(layout, self._take_range("weights", layout.sizes))
+            held = self._reserve("weights", layout.sizes)
+            self._map(held)
+            return Arena(layout, held.tensors)
 
         fill(take)
         return take()
 
-    def take_kv(self, num_bytes: int) -> Tensor:
-        """See `RankMemory.take_kv`.
+    def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
+        """See `RankMemory.take_kv`. An access to what is not there yet is a fault.
 
         Raises:
             SlabMemoryError: the device has too little memory.
         """
-        kv = self._take_range("kv_cache", [num_bytes])[0]
-        return kv if kv.device.type == "cpu" else kv.zero_()
+        held = self._reserve("kv_cache", [num_bytes])
+        (kv,) = held.tensors
+        first = num_bytes - scratch_bytes if self._parks_kv else 0
+        self._map(held, first // self._vmm.granularity * self._vmm.granularity)
+        if self.device.type == "cuda":
+            kv[first:].zero_()
+        return kv
+
+    def wake(self) -> None:
+        """See `RankMemory.wake`: the KV cache gets the rest of its memory.
+
+        Raises:
+            SlabMemoryError: the device has too little memory; the scratch page is away too then.
+        """
+        if self._parks_kv:
+            self._parks_kv = False
+            self._ranges["kv_cache"].window.clear()
+            self.map(["kv_cache"])
 
     def unmap(self, tag: MemoryTag, *, backup: bool = False) -> int:
         """Give memory back, and return its bytes; 0 if it is away already.
@@ -106,8 +126,8 @@ class ReleasableMemory(PrivateMemory):
             held.window.close()
         self._ranges.clear()
 
-    def _take_range(self, tag: MemoryTag, sizes: Sequence[int]) -> list[Tensor]:
-        """Reserve a window and map memory there; returns one tensor of bytes per size."""
+    def _reserve(self, tag: MemoryTag, sizes: Sequence[int]) -> _Range:
+        """Reserve a window with one tensor of bytes per size; nothing is mapped yet."""
         rounded = [round_up(size, self._vmm.granularity) for size in sizes]
         window = MemoryWindow(self._vmm, sum(rounded))
         starts = [sum(rounded[:index]) for index in range(len(rounded))]
@@ -115,15 +135,14 @@ class ReleasableMemory(PrivateMemory):
             tensor_at(window.address + start, size, self.device)
             for start, size in zip(starts, sizes, strict=True)
         ]
-        held = self._ranges[tag] = _Range(window, tensors)
-        self._map(held)
-        return tensors
+        self._ranges[tag] = held = _Range(window, tensors)
+        return held
 
-    def _map(self, held: _Range) -> None:
-        """Map all of a range, in slabs that the device can surely have in one piece."""
+    def _map(self, held: _Range, first: int = 0) -> None:
+        """Map a range from the offset `first` on, in slabs that the device can surely have in one piece."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot take what torch keeps for later
-        for start in range(0, held.window.size, SLAB_BYTES):
+        for start in range(first, held.window.size, SLAB_BYTES):
             slab = self._vmm.private(min(SLAB_BYTES, held.window.size - start))
             try:
                 held.window.map(start, slab, writable=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -93,8 +94,10 @@ class Startup:
         self.resolved = resolved = resolve_config(config, self.source, tp)
         # Its role may change: any engine that hands KV over may once take it over.
         kind = SharedKVMemory if config.role != "both" else PrivateMemory
-        kind = ReleasableMemory if config.enable_memory_saver else kind
         self.memory: RankMemory = kind(resolved.device)
+        if config.enable_memory_saver:  # steps that are timed at the start write to other pages
+            parks_kv = config.shadow_mode and not config.enable_laps_scheduler
+            self.memory = ReleasableMemory(resolved.device, parks_kv=parks_kv)
         self._shape = AttentionShape(
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -203,7 +206,8 @@ class Startup:
         )
 
     def _make_pool(self) -> Made:
-        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, self.memory.take_kv)
+        take = partial(self.memory.take_kv, scratch_bytes=self._page_bytes)
+        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, take)
         return self.kv.data.nbytes, ""
 
     def _make_state(self) -> Made:
