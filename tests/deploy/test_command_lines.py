@@ -27,8 +27,8 @@ def commands() -> Iterator[tuple[str, list[str], dict[str, str]]]:
                 yield f"{name}, {kind}", command[1:], environ
 
 
-# Parts of the memory service that the manifests name, and that may not be built yet: then the rest of the command
-# line is checked.
+# Parts of the memory service that the manifests name, and that may not be built yet: then the rest of the
+# command line is checked.
 PENDING = ("hold", "--on-child-exit", "--num-shadows", "--gms-dir", "--on-gms-loss")
 
 
