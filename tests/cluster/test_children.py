@@ -182,6 +182,8 @@ def test_with_shadows_children_have_the_probes_of_the_manifest() -> None:
     health = found["router"].health
     assert health is not None and health.probes == pod["router"].probes and health.ports == {"http": 40000}
     assert all(child.health is None for child in children(workers=2).values())
+    pauses = {name: child.restart_after_s for name, child in found.items()}
+    assert pauses == {"engine-a": 3.0, "engine-b": 3.0, "router": 0.0}
 
 
 def test_each_worker_of_a_cluster_is_a_cohort_with_its_own_shadows() -> None:

@@ -120,3 +120,40 @@ def test_the_demonstration_shows_a_stream_that_goes_on(tiny_model: Path) -> None
     for text in ("killed with SIGKILL, starts again", "epoch 2", " ⚡ ", "next token of the stream"):
         assert text in found.stdout
     assert "no error, and the same text as without a kill." in " ".join(found.stdout.split())
+
+
+def grown(pod: PodProcess) -> dict[str, int]:
+    """Descriptors, mappings and resident KiB of the pod's own process and of its router."""
+    pids = [pod.process.pid]
+    pids += [pid for pid, words in descendants(pod.process.pid).items() if "router" in words]
+    found = {"descriptors": 0, "mappings": 0, "kib": 0}
+    for pid in pids:
+        found["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
+        found["mappings"] += len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+        found["kib"] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_failovers_leave_nothing_behind(tiny_model: Path, wait_until: WaitUntil) -> None:
+    num = int(os.environ.get("SEGUE_TEST_FAILOVERS", "50"))
+    options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
+    with PodProcess(options) as pod:
+        requests = every_kind(model_of(pod), 100)
+        expected = ReplyGroup.send(pod.url, requests).end()
+        sizes: list[dict[str, int]] = []
+        for _ in range(num):
+            pod.wait_for_standby()
+            group = ReplyGroup.send(pod.url, requests)
+            wait_until(lambda group=group: group.have_begun(3), timeout=30, what="the streams have begun")
+            pod.kill_serving()
+            assert group.end() == expected
+            pod.wait_for_standby()
+            sizes.append(grown(pod))
+        early, late = sizes[min(5, num // 2)], sizes[-1]
+        assert late["descriptors"] <= early["descriptors"] + 2, (early, late)
+        assert late["mappings"] <= early["mappings"] * 1.1 + 8, (early, late)
+        assert late["kib"] <= early["kib"] * 1.1 + 4096, (early, late)
+        assert len(list(pod.failover_dir.rglob("*"))) < 20, "old records and epochs are removed"
+        assert len(list(pod.directory.glob("segue-*"))) <= 4, "the directories of dead engines are removed"

@@ -26,6 +26,9 @@ SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
 SMALLEST_RATIO = 0.01
+# Before an engine is started again as a shadow. Its start keeps several cores busy, which the engine that has
+# just taken over needs for the prompts and replies that it computes again.
+SHADOW_PAUSE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,7 @@ def make_children(
                     environment=base | _secrets_of(engine) | _hardware(config, host, shares, index),
                     probe=ReadinessProbe(url=ready_url),
                     health=health,
+                    restart_after_s=SHADOW_PAUSE_S if config.size.shadows else 0.0,
                 )
             )
     children.append(_router(config, host, command, base, key, probes))

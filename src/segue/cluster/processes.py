@@ -44,6 +44,7 @@ class ChildSpec:
     environment: Mapping[str, str]  # all of it
     probe: ReadinessProbe
     health: HealthProbes | None = None  # None: only its end has another process started
+    restart_after_s: float = 0.0  # the least pause before it is started again
 
 
 class ChildProcess:
