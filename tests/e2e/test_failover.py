@@ -122,6 +122,25 @@ def test_the_demonstration_shows_a_stream_that_goes_on(tiny_model: Path) -> None
     assert "no error, and the same text as without a kill." in " ".join(found.stdout.split())
 
 
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_killed_by_its_probes_and_its_streams_go_on(
+    tiny_model: Path, wait_until: WaitUntil
+) -> None:
+    options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
+    with PodProcess(options) as pod:
+        time.sleep(11)  # the startup probe is asked every 10 s, and the liveness probe begins behind it
+        requests = every_kind(model_of(pod), TOKENS)
+        expected = ReplyGroup.send(pod.url, requests).end()
+        group = ReplyGroup.send(pod.url, requests)
+        wait_until(lambda: group.have_begun(10), timeout=30, what="the streams have begun")
+        record, pid = pod.serving(), pod.pid()
+        assert record is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert pod.wait_for_epoch(record.epoch + 1).engine != record.engine
+        assert group.end() == expected
+        assert any("is killed: its livenessProbe failed 3 times in a row" in line for line in pod.log)
+
+
 def grown(pod: PodProcess) -> dict[str, int]:
     """Descriptors, mappings and resident KiB of the pod's own process and of its router."""
     pids = [pod.process.pid]
