@@ -203,3 +203,20 @@ def test_shadows_share_their_workers_gpus_and_cores() -> None:
     ]
     assert gpus == ["0", "0", "1", "1"]
     assert found["worker-0-a"].environment["OMP_NUM_THREADS"] == "4", "a parked engine needs no core"
+
+
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [
+        ({}, None),
+        ({"host": "0.0.0.0"}, "/dev/null"),
+        ({"host": "0.0.0.0", "api_key": "k"}, "/dev/null"),
+        ({"host": "0.0.0.0", "admin_api_key": "k"}, None),
+        ({"host": "0.0.0.0", "weights_root": "/models"}, "/models"),
+    ],
+)
+def test_what_clients_may_have_an_engine_read_depends_on_the_routers_address(
+    options: dict[str, str], root: str | None
+) -> None:
+    found = children(workers=1, **options)
+    assert words(found["worker-0"]).get("--weights-root") == root
