@@ -182,6 +182,8 @@ def test_with_shadows_children_have_the_probes_of_the_manifest() -> None:
     health = found["router"].health
     assert health is not None and health.probes == pod["router"].probes and health.ports == {"http": 40000}
     assert all(child.health is None for child in children(workers=2).values())
+    pauses = {name: child.restart_after_s for name, child in found.items()}
+    assert pauses == {"engine-a": 3.0, "engine-b": 3.0, "router": 0.0}
 
 
 def test_each_worker_of_a_cluster_is_a_cohort_with_its_own_shadows() -> None:
@@ -201,3 +203,20 @@ def test_shadows_share_their_workers_gpus_and_cores() -> None:
     ]
     assert gpus == ["0", "0", "1", "1"]
     assert found["worker-0-a"].environment["OMP_NUM_THREADS"] == "4", "a parked engine needs no core"
+
+
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [
+        ({}, None),
+        ({"host": "0.0.0.0"}, "/dev/null"),
+        ({"host": "0.0.0.0", "api_key": "k"}, "/dev/null"),
+        ({"host": "0.0.0.0", "admin_api_key": "k"}, None),
+        ({"host": "0.0.0.0", "weights_root": "/models"}, "/models"),
+    ],
+)
+def test_what_clients_may_have_an_engine_read_depends_on_the_routers_address(
+    options: dict[str, str], root: str | None
+) -> None:
+    found = children(workers=1, **options)
+    assert words(found["worker-0"]).get("--weights-root") == root

@@ -119,6 +119,17 @@ def test_pauses_before_restarts_grow_to_a_limit() -> None:
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
 
 
+def test_a_child_can_have_a_pause_before_every_restart() -> None:
+    supervisor, now, pauses = Supervisor({"a": 0}, RULES, 0.0, {"a": 3.0}), 0.0, []
+    for _ in range(6):
+        assert supervisor.advance(now) == [("a", START)]
+        supervisor.probed("a", now)
+        supervisor.exited("a", "by signal SIGKILL", now)
+        pauses.append((supervisor.wake_at or 0.0) - now)
+        now += pauses[-1]
+    assert pauses == [3.0, 3.0, 3.0, 3.0, 4.0, 4.0]
+
+
 def test_a_thousand_deaths_are_no_overflow() -> None:
     supervisor, now = ready("a"), 0.0
     for _ in range(2000):

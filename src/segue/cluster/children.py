@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from segue.cluster.probe import ReadinessProbe
 from segue.cluster.processes import ChildSpec, HealthProbes
 from segue.config import EngineConfig, Role, TransportChoice
 from segue.failover.pod import Container, bundled_manifest, read_pod
+from segue.http_guard import is_loopback
 from segue.options import Options, spelling, variable
 from segue.router.config import RouterConfig
 
@@ -26,6 +28,10 @@ SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
 SMALLEST_RATIO = 0.01
+NOTHING = os.devnull  # a --weights-root that no checkpoint is in
+# Before an engine is started again as a shadow. Its start keeps several cores busy, which the engine that has
+# just taken over needs for the prompts and replies that it computes again.
+SHADOW_PAUSE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,7 @@ def make_children(
             disaggregation_bootstrap_port=0,
             pd_key=pd_key if role != "both" else None,
             pd_transport=_pd_transport(config.engine, role, on_gpu=on_gpu),
+            weights_root=_weights_root(config),
             memory_ratio=_memory_ratio(config.engine, num_each if on_gpu else len(workers) * num_each),
         )
         for place in range(index * num_each, (index + 1) * num_each):
@@ -93,6 +100,7 @@ def make_children(
                     environment=base | _secrets_of(engine) | _hardware(config, host, shares, index),
                     probe=ReadinessProbe(url=ready_url),
                     health=health,
+                    restart_after_s=SHADOW_PAUSE_S if config.size.shadows else 0.0,
                 )
             )
     children.append(_router(config, host, command, base, key, probes))
@@ -189,6 +197,17 @@ def _workers(config: ClusterConfig) -> list[tuple[str, Role]]:
         ("decode", "decode", size.decode),
     ]
     return [(f"{word}-{number}", role) for word, role, count in counts for number in range(count)]
+
+
+def _weights_root(config: ClusterConfig) -> str | None:
+    """Return what clients may have an engine read; None: anything, as of a server on a loopback address.
+
+    An engine listens on a loopback address, but its clients are those of the router.
+    """
+    router = config.router
+    if config.engine.weights_root or router.admin_api_key or is_loopback(router.host):
+        return config.engine.weights_root
+    return NOTHING
 
 
 def _memory_ratio(engine: EngineConfig, num_sharing: int) -> float:

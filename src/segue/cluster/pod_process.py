@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 
 from segue.children import import_path
 from segue.cluster.children import SEGUE
+from segue.cluster.processes import die_with
 from segue.discovery.file import FileDiscovery
 from segue.discovery.record import EngineRecord
 from segue.errors import ChildStartError
@@ -54,7 +56,10 @@ class TakeoverTimes:
 
 
 class PodProcess:
-    """One running pod: a router, and engines of which one serves. It ends with the ``with`` block."""
+    """One running pod: a router, and engines of which one serves. It ends with the ``with`` block.
+
+    It is killed if the thread that has started it ends without having left the block.
+    """
 
     def __init__(self, options: Sequence[str] = (), *, shadows: int = 1) -> None:
         """Start it, and wait until it serves; ``options`` are further ones of ``segue serve``.
@@ -74,6 +79,7 @@ class PodProcess:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # Ctrl-C in the terminal is for this process
+            preexec_fn=partial(die_with, os.getpid()),
         )
         self._url = ""
         self._has_started = threading.Event()

@@ -44,6 +44,7 @@ class ChildSpec:
     environment: Mapping[str, str]  # all of it
     probe: ReadinessProbe
     health: HealthProbes | None = None  # None: only its end has another process started
+    restart_after_s: float = 0.0  # the least pause before it is started again
 
 
 class ChildProcess:
@@ -65,7 +66,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(_die_with, os.getpid()),
+            preexec_fn=partial(die_with, os.getpid()),
         )
         assert self._process.stdout is not None
         self._log = self._process.stdout
@@ -164,7 +165,7 @@ def _children() -> set[int]:
     return found
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends. Runs between fork and exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it has ended already

@@ -47,7 +47,9 @@ class ChildRunner:
             on_line: called with a child's name and a line that it has written.
             on_ready: called with a child's name each time that it has become ready.
         """
-        self.supervisor = Supervisor({spec.name: spec.stage for spec in specs}, rules, time.monotonic())
+        stages = {spec.name: spec.stage for spec in specs}
+        pauses = {spec.name: spec.restart_after_s for spec in specs}
+        self.supervisor = Supervisor(stages, rules, time.monotonic(), pauses)
         self._specs = {spec.name: spec for spec in specs}
         self._on_line = on_line
         self._on_ready = on_ready

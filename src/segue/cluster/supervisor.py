@@ -90,8 +90,8 @@ class SupervisorRules:
 
     drain_s: float  # for all children together, from SIGTERM until they are told to end at once
     stop_s: float = 5.0  # from there until they are killed
-    # The first restart is at once, the second after `backoff_s`, and each further one after twice the time
-    # before it. A child that was ready for `steady_s` begins anew.
+    # The first restart is at once, unless the child has a pause of its own, the second after `backoff_s`, and
+    # each further one after twice the time before it. A child that was ready for `steady_s` begins anew.
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     steady_s: float = 60.0
@@ -103,6 +103,7 @@ class Child:
 
     name: str
     stage: int  # children of a higher stage end before those of a lower one are asked to
+    first_pause_s: float = 0.0  # before its first restart
     state: ChildState = ChildState.WAITING
     due: float | None = None  # when DUE happens; None: it does not
     ready_since: float | None = None  # None: it is not ready
@@ -113,9 +114,18 @@ class Child:
 class Supervisor:
     """All children. Each method that takes an event returns the commands that follow from it."""
 
-    def __init__(self, stages: Mapping[str, int], rules: SupervisorRules, now: float) -> None:
-        """Take the children's names and stages; :meth:`advance` starts them."""
-        self.children = {name: Child(name, stage, due=now) for name, stage in stages.items()}
+    def __init__(
+        self,
+        stages: Mapping[str, int],
+        rules: SupervisorRules,
+        now: float,
+        first_pauses: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take the children's names, stages and pauses; :meth:`advance` starts them."""
+        pauses = first_pauses or {}
+        self.children = {
+            name: Child(name, stage, pauses.get(name, 0.0), due=now) for name, stage in stages.items()
+        }
         self.failure: str | None = None  # why everything ends without having been asked to
         self._rules = rules
         self._is_draining = False
@@ -231,6 +241,7 @@ class Supervisor:
         was_steady = child.ready_since is not None and now - child.ready_since >= self._rules.steady_s
         child.num_deaths = 1 if was_steady else child.num_deaths + 1
         if child.num_deaths == 1:
-            return 0.0
+            return child.first_pause_s
         doublings = min(child.num_deaths - 2, 30)  # the longest time is reached long before
-        return min(self._rules.max_backoff_s, self._rules.backoff_s * (1 << doublings))
+        pause = min(self._rules.max_backoff_s, self._rules.backoff_s * (1 << doublings))
+        return max(child.first_pause_s, pause)

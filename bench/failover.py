@@ -1,0 +1,155 @@
+"""Measures takeovers: an engine is killed while clients read, and another one goes on with their replies.
+
+    python -m bench.failover [--name=cpu_failover] [--kills=20] [--streams=8] [--tokens=64] [--option=value …]
+
+It runs ``segue serve --shadows 1`` with the other options, those of ``segue serve``; without ``--model`` with
+the bundled model. Each round sends ``--streams`` requests at once, kills the engine that serves with SIGKILL
+at a random moment of their replies, and notes, from the kill: when the process had ended, when the successor
+had the lock, when it was awake, when its record was there, and when each stream had its next token. Beside it
+is a cold start of the same engine: from the command to the first token of one request. The bar, of SmolLM2 on
+two cores: half of the streams have their next token within 1.5 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from bench import report
+from bench.launch import free_port, running
+from segue.cluster.pod_process import PodProcess, TakeoverTimes
+
+BAR_S = 1.5
+END_S = 300.0
+STEPS = ("dead", "lock", "awake", "record")
+PROMPT = "Write a long story about a river that ran past a small stone house. Story number "
+
+
+@dataclass
+class TimedReply:
+    """A streamed reply: when each of its parts came, and how it ended."""
+
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    error: str | None = None
+
+    def read(self, url: str, number: int, tokens: int) -> None:
+        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"text": f"{PROMPT}{number}.", "stream": True, "sampling_params": params}
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=END_S) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        self.times.append(time.monotonic())
+                        self.num_tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            self.error = repr(error)
+
+
+def one_kill(
+    pod: PodProcess, streams: int, tokens: int, rng: random.Random
+) -> tuple[TakeoverTimes, list[float]]:
+    """Kill the engine while replies are read; returns the takeover, and each stream's seconds from the kill.
+
+    Raises:
+        SystemExit: a stream has failed, or lacks tokens.
+    """
+    replies = [TimedReply() for _ in range(streams)]
+    threads = [
+        threading.Thread(target=reply.read, args=(pod.url, rng.randrange(10**6), tokens), daemon=True)
+        for reply in replies
+    ]
+    for thread in threads:
+        thread.start()
+    begun = rng.randint(2, max(2, tokens // 2))
+    while not all(len(reply.times) >= begun or reply.error for reply in replies):
+        time.sleep(0.001)
+    times = pod.kill_serving()
+    for thread in threads:
+        thread.join(END_S)
+    failed = [reply for reply in replies if reply.error or reply.num_tokens != tokens]
+    if failed:
+        sys.exit(f"a stream failed: {failed[0]}")
+    record_at = times.killed_at + times.record_s
+    nexts = [next((at for at in reply.times if at > record_at), None) for reply in replies]
+    return times, [at - times.killed_at for at in nexts if at is not None]
+
+
+def cold_start(options: list[str], tokens: int) -> float:
+    """Return the seconds from the command of a plain server to the first token of a request."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    began = time.monotonic()
+    command = [sys.executable, "-m", "segue", "serve", "--port", str(port), "--log-level=warning", *options]
+    with running(command, url, start_timeout=END_S):
+        reply = TimedReply()
+        reply.read(url, 0, tokens)
+        if reply.error:
+            sys.exit(f"the cold start failed: {reply.error}")
+        return reply.times[0] - began
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Return median, 99th percentile and worst in milliseconds."""
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {"p50": statistics.median(ordered) * 1e3, "p99": p99 * 1e3, "worst": ordered[-1] * 1e3}
+
+
+def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    found: dict[str, list[float]] = {name: [] for name in (*STEPS, "token")}
+    with PodProcess(options) as pod:
+        for number in range(args.kills):
+            pod.wait_for_standby()
+            times, tokens = one_kill(pod, args.streams, args.tokens, rng)
+            for name in STEPS:
+                found[name].append(getattr(times, f"{name}_s"))
+            found["token"] += tokens
+            text = f"next token after {statistics.median(tokens) * 1e3:.0f} ms"
+            print(f"kill {number + 1} of {args.kills}: record after {times.record_s * 1e3:.0f} ms, {text}")
+    cold = [cold_start(options, args.tokens) for _ in range(3)]
+    return {
+        "options": options,
+        "kills": args.kills,
+        "streams": args.streams,
+        "tokens": args.tokens,
+        "milliseconds": {name: quantiles(seconds) for name, seconds in found.items()},
+        "num_streams_that_went_on": len(found["token"]),
+        "cold_start_s": statistics.median(cold),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--name", default="cpu_failover", help="of the file in bench/results")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args, options = parser.parse_known_args()
+    figures = measure(args, options)
+    load = subprocess.run(["uptime"], capture_output=True, text=True).stdout.strip()
+    holds = figures["milliseconds"]["token"]["p50"] <= BAR_S * 1e3
+    path = report.save(args.name, figures | {"bar_s": BAR_S, "holds": holds, "load": load})
+    rows = [
+        (name, *(f"{each[key]:.0f}" for key in ("p50", "p99", "worst")))
+        for name, each in figures["milliseconds"].items()
+    ]
+    report.show("from the kill, ms", ("step", "p50", "p99", "worst"), rows)
+    print(f"cold start {figures['cold_start_s']:.1f} s; wrote {path}")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
