@@ -187,6 +187,7 @@ class StandbyMachine(StepMachine):
             page_size=mode,
             max_seq_len=64,
             max_running_requests=slots,
+            max_queued_requests=1000,
             disable_prefix_cache=not prefix,
         )
         self.memory_calls: list[int] = []
