@@ -15,6 +15,7 @@ pytest.importorskip("kubernetes_asyncio", reason="install segue[kubernetes]")
 from segue.discovery import kubernetes
 from segue.discovery.kubernetes import KubernetesDiscovery
 from segue.discovery.opening import open_discovery
+from segue.discovery.record import pack_record
 from segue.errors import ConfigError, DiscoveryError
 from tests.discovery.contract import CHECKS, NAMES, Check, Watching, record, until
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -121,6 +122,24 @@ def test_a_lease_that_was_deleted_or_written_by_others_is_written_again(kubeconf
         assert list(await router.list()) == [record(epoch=2)]
         await engine.close()
         await router.close()
+
+    served(kubeconfig, test)
+
+
+def test_a_lease_of_others_does_no_harm(kubeconfig: Path) -> None:
+    async def test(server: FakeKubernetes) -> None:
+        engine = KubernetesDiscovery("", TTL_S)
+        labels = {kubernetes.LABEL: "default"}
+        for number, annotation in enumerate(["", "{}", pack_record(record("b")).decode()]):
+            metadata = {"name": f"x{number}", "labels": labels, "resourceVersion": "1"}
+            metadata["annotations"] = {kubernetes.ANNOTATION: annotation}
+            server.leases[f"x{number}"] = {"metadata": metadata}
+        server.leases["segue.default"] = {"metadata": {"name": "segue.default", "resourceVersion": "1"}}
+        await engine.put(record())
+        assert list(await engine.list()) == [record()]
+        with pytest.raises(DiscoveryError, match="in namespace default failed"):
+            await engine.highest_epoch("default")
+        await engine.close()
 
     served(kubeconfig, test)
 

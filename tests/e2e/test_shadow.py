@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from segue.discovery.opening import open_discovery
 from segue.failover.lock import CohortLock
 from tests.launch.test_processes import is_alive
 from tests.support.shadows import ShadowProcess, wait_until
@@ -37,6 +39,19 @@ def epoch_in(directory: Path) -> int:
     return 0 if note is None else note.epoch
 
 
+def recorded_in(directory: Path) -> list[str]:
+    """The engines that routers can find."""
+
+    async def found() -> list[str]:
+        backend = open_discovery("file", None, directory=directory)
+        try:
+            return [record.engine for record in await backend.list()]
+        finally:
+            await backend.close()
+
+    return asyncio.run(found())
+
+
 def test_a_shadow_wakes_when_the_active_engine_is_killed(tiny_model: Path, cohort: Path) -> None:
     with ShadowProcess(tiny_model, cohort, "a", tp=2) as first:
         first.until("active")
@@ -51,6 +66,7 @@ def test_a_shadow_wakes_when_the_active_engine_is_killed(tiny_model: Path, cohor
                 503,
             ]
             assert not second.listens()
+            assert recorded_in(cohort) == ["a"], "routers cannot find an engine that stands by"
             began = time.monotonic()
             first.process.kill()  # the frontend: the kernel kills its workers
             wait_until(second.listens, "the takeover")
@@ -59,6 +75,7 @@ def test_a_shadow_wakes_when_the_active_engine_is_killed(tiny_model: Path, cohor
             assert second.generate() == expected
             assert second.probe("ready")[0] == second.probe("live")[0] == second.probe("health")[0] == 200
             assert second.probe("health")[1]["epoch"] == epoch_in(cohort) == 2
+            assert recorded_in(cohort) == ["b"]
             with ShadowProcess(tiny_model, cohort, "c", tp=2) as third:
                 third.until("standby")
                 doomed, began = second.workers(), time.monotonic()
@@ -169,7 +186,7 @@ def test_a_wake_that_hangs_ends_the_engine_in_time(
     lock = CohortLock(tmp_path / "gil", "default")
     assert lock.try_acquire(), "the next engine can have the lock"
     lock.release()
-    assert not list(tmp_path.glob("*/discovery/*default*a*")), "no engine has put a record"
+    assert [recorded_in(tmp_path / how) for how in ("sleep", "gil", "stop")] == [[]] * 3
 
 
 HANGS = """

@@ -21,7 +21,8 @@ DEADLINE_S = 30.0
 
 def start(directory: Path, *options: str, command: str = "serve") -> subprocess.Popen[bytes]:
     """Start `segue gms …`; what it prints goes to the test's output."""
-    words = [sys.executable, "-m", "segue", "gms", command, "--gms-dir", str(directory), *options]
+    program = "from segue.cli.gms import gms_app; gms_app()"  # starts a second sooner than the whole CLI
+    words = [sys.executable, "-c", program, command, "--gms-dir", str(directory), *options]
     return subprocess.Popen(words, start_new_session=True)
 
 

@@ -18,11 +18,11 @@ from segue.gms.kv_fsm import (
     KVGoneEvent,
     KVLease,
     KVLeaseEvent,
+    KVLeaseShape,
     KVMadeEvent,
     KVPhase,
     KVReleased,
     KVReleaseEvent,
-    KVShape,
     KVState,
     KVTickEvent,
     MakeKV,
@@ -31,7 +31,7 @@ from segue.gms.kv_fsm import (
 )
 from tests.gms.exploring import Violation, explore
 
-SMALL, LARGE = KVShape(2, 2), KVShape(4, 2)
+SMALL, LARGE = KVLeaseShape(2, 2), KVLeaseShape(4, 2)
 DEADLINE, LATE = 1.0, 9.0
 MAX_EPOCH = 2
 SESSIONS = (1, 2, 3, 4)  # process 10 + session; session 4 has no pidfd
@@ -54,7 +54,7 @@ def need(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def ask(session: int, epoch: int, shape: KVShape) -> KVAskEvent:
+def ask(session: int, epoch: int, shape: KVLeaseShape) -> KVAskEvent:
     process = None if session == 4 else 10 + session
     return KVAskEvent(session=session, process=process, epoch=epoch, shape=shape, deadline=DEADLINE)
 

@@ -21,7 +21,7 @@ import pytest
 
 from segue.errors import MemoryServiceError
 from segue.gms import messages as wire
-from segue.gms.server import Server, lock_directory
+from segue.gms.server import GmsServer, lock_directory
 from segue.gms.service import MemoryService
 from segue.gms.store import SlabStore
 from segue.gms.transport import SOCKET, new_socket, receive, send
@@ -212,7 +212,7 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
 
     async def serve() -> None:
         service = MemoryService(SlabStore({"cpu": MemfdVMM()}))
-        server = Server(service, str(tmp_path / "d"), credentials=somebody)
+        server = GmsServer(service, str(tmp_path / "d"), credentials=somebody)
         task = asyncio.create_task(server.run())
         try:
             error = await asyncio.to_thread(lambda: refusal(lambda: target(tmp_path / "d", tag="watch")))

@@ -186,7 +186,7 @@ def test_touched_bytes_grow_with_what_a_process_reads_and_has() -> None:
 def test_a_worker_that_starts_after_its_run_directory_was_removed_ends_silently(tmp_path: Path) -> None:
     gone = RunDir()
     gone.remove()
-    # Another rank removes the directory once the frontend has given up.
+    # The frontend removes the directory once it has given up.
     group = WorkerProcesses(EngineConfig(tp=2), gone, ())
     with subprocess.Popen(WORKER_COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         group._send_config(process, 0)

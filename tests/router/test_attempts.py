@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from segue.router.attempts import MOST_RESUMES, MOST_TRIES, Attempts, FailureKind, kind_of
+from segue.router.attempts import MOST_RESUMES, MOST_TRIES, MUCH_OUTPUT, Attempts, FailureKind, kind_of
 from segue.router.breaker import LegEnd
 from tests.router.workers import view
 
@@ -46,6 +46,17 @@ def test_a_request_that_has_begun_is_resumed_three_times() -> None:
     attempts = Attempts()
     more = [attempts.note(A, FailureKind.LOST, True) for _ in range(MOST_RESUMES + 1)]
     assert more == [True, True, True, False]
+
+
+def test_a_long_reply_may_outlive_many_workers() -> None:
+    attempts = Attempts()
+    for _ in range(10 * MOST_RESUMES):
+        attempts.progressed(MUCH_OUTPUT)
+        assert attempts.note(A, FailureKind.LOST, True)
+    for _ in range(MOST_RESUMES - 1):
+        attempts.progressed(MUCH_OUTPUT - 1)
+        assert attempts.note(A, FailureKind.LOST, True)
+    assert not attempts.note(A, FailureKind.LOST, True)
 
 
 @pytest.mark.parametrize("kind", [FailureKind.UNREACHED, FailureKind.REFUSED])

@@ -13,7 +13,7 @@ from segue.messages.fleet import Registration
 from segue.router.config import RouterConfig
 from segue.router.discovery import DiscoveredWorkers
 from tests.discovery.contract import record
-from tests.router.fake_servers import STREAM, run, until
+from tests.router.fake_servers import STREAM, routed, run, until
 from tests.router.router_process import process, until_answered
 from tests.router.successors import CohortEngine, discovering
 from tests.router.test_relay_resume import WHOLE_STREAM, dies_behind, finish
@@ -89,6 +89,22 @@ def test_a_router_of_several_processes_lets_requests_wait_for_the_successor(tmp_
             assert [(await each).content for each in (begun, late)] == [WHOLE_STREAM] * 2
             assert sorted(len(each.given) for each in second.exchanges if each.is_leg) == [0, 3]
         await second.die()
+
+    asyncio.run(asyncio.wait_for(test(), 90))  # three processes start
+
+
+def test_a_source_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        async def watch(self, on_change: object) -> None:
+            raise ValueError("a defect")
+
+        def nudge(self) -> None:
+            pass
+
+    async def test() -> None:
+        async with routed(waits=False) as router:
+            router.router.discover(Broken())
+            await until(lambda: "a source of workers has failed" in caplog.text, "it is logged")
 
     run(test())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.router.fake_servers import (
 from tests.router.successors import CohortEngine, discovering
 from tests.router.test_relay_pairs import hand_over
 from tests.router.test_relay_resume import (
+    DONE,
     NUM_TOKENS,
     WHOLE_STREAM,
     dies_behind,
@@ -325,6 +327,45 @@ def test_a_takeover_that_takes_a_while_is_no_failure_of_the_request(directory: P
             await engine.die()
 
     run(test())
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_one_reply_survives_takeover_after_takeover_and_nothing_is_left_of_them(
+    directory: Path, rounds: int
+) -> None:
+    """Each engine gives the next 40 tokens, and dies."""
+
+    async def test() -> None:
+        async def answer(exchange: Exchange) -> None:
+            await generate(exchange, len(exchange.given) + 40)
+            await exchange.hang_up()
+
+        async def last(exchange: Exchange) -> None:
+            await generate(exchange, 40 * rounds + 1)
+            exchange.end(DONE)
+
+        engine, num_open = CohortEngine(directory, 1, answer), 0
+        async with discovering(directory, engine) as router:
+            request = asyncio.create_task(router.http.post("/generate", json=STREAM, timeout=300.0))
+            for epoch in range(2, rounds + 2):
+                before, number = engine, epoch - 1
+                await until(lambda number=number: router.registry.counters.waits == number, "it waits")
+                await before.die()
+                await until(lambda before=before: router.registry.get(before.id) is None, "it is forgotten")
+                if epoch == 8:  # all that is made once has been made
+                    num_open = len(os.listdir("/proc/self/fd"))
+                engine = CohortEngine(directory, epoch, answer if epoch <= rounds else last)
+                await engine.serve()
+            whole = b"".join(map(token_event, range(1, 40 * rounds + 2))) + DONE
+            assert (await request).content == whole
+            await engine.die()
+            await until(lambda: router.registry.get(engine.id) is None, "the last one is forgotten")
+            assert len(os.listdir("/proc/self/fd")) <= num_open
+            assert not list(router.registry) and not router.router.watching
+            files = sorted(path.name for path in (directory / "discovery").iterdir())
+            assert files == []
+
+    asyncio.run(asyncio.wait_for(test(), 110))
 
 
 def test_an_engine_that_reports_that_it_ends_is_one_whose_place_is_taken(directory: Path) -> None:

@@ -213,9 +213,14 @@ def test_a_plain_server_has_the_same_life(tiny_model: Path) -> None:
         assert all_of(server) == (200, 200, 200, 200), "a paused engine is well"
         server.system.post("/engine/wake_up").raise_for_status()  # it is awake
         assert server.system.post("/engine/hand_over").status_code == 409
+    options["hang_timeout_s"] = 1.5
     with ShadowProcess(tiny_model, Path("/unused"), "a", **options) as server:
         server.until("active")
         (worker,) = server.workers()
+        os.kill(worker, signal.SIGSTOP)
+        wait_until(lambda: server.probe("live")[0] == 503, "the 503 of an engine that hangs")
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: all_of(server) == (200, 200, 200, 200), "its recovery")
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: server.state == "dead", "its death")
         wait_until(lambda: all_of(server) == (503, 503, 503, 503), "the end of its endpoint")

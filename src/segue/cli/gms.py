@@ -43,7 +43,24 @@ def serve(config: GmsConfig) -> None:
         Console(highlight=False).print(line, soft_wrap=True)
 
     configure(config.log_level)
+    if config.on_child_exit != "alone":
+        from segue.gms.supervisor import GmsSupervisor
+
+        sys.exit(GmsSupervisor(config.child_environment, config.on_child_exit).run())
     sys.exit(asyncio.run(lifecycle.serve(config, print_ready)))
+
+
+@gms_app.command()
+@with_options(GmsConfig, without=SERVE_GROUP)
+def hold(config: GmsConfig) -> None:
+    """Hold copies of the memory service's descriptors: started again after its death, it has all of them."""
+    from segue.gms import lifecycle
+
+    def print_ready(path: str) -> None:
+        line = f"[bold green]Ready[/bold green] at [bold]{escape(path)}[/bold]: holding descriptors"
+        Console(highlight=False).print(line, soft_wrap=True)
+
+    lifecycle.hold(config.gms_dir, config.log_level, print_ready)
 
 
 @gms_app.command()
@@ -75,7 +92,7 @@ def ready(
 @with_options(GmsConfig, without=SERVE_GROUP)
 def status(
     config: GmsConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")] = False,
+    as_json: Annotated[bool, setting("json", "Print JSON.", group="Output")] = False,
 ) -> None:
     """Show which weights the memory service has, and who uses them."""
     with _watch(config) as client:
@@ -93,9 +110,7 @@ def status(
 @with_options(GmsConfig, without=SERVE_GROUP)
 def events(
     config: GmsConfig,
-    follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on with new events.", rich_help_panel="Output")
-    ] = True,
+    once: Annotated[bool, setting("once", "End after the events so far.", group="Output")] = False,
 ) -> None:
     """Print what has happened in the memory service: its last 256 events, and then each new one."""
     with _watch(config) as client:
@@ -105,12 +120,12 @@ def events(
                 at = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
                 typer.echo(f"{at} {event.kind:16} {event.text}")
                 since = event.number
-            if not follow:
+            if once:
                 return
             time.sleep(0.2)
 
 
-def _watch(config: GmsConfig, timeout_s: float = 2.0) -> Any:
+def _watch(config: GmsConfig, timeout_s: float = 0.0) -> Any:
     """Return a client that only looks."""
     from segue.gms.client import GmsClient, GmsTarget
 

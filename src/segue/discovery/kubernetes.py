@@ -105,7 +105,8 @@ class KubernetesDiscovery:
                 seen = _Seen(version, now)
             self._seen[name] = seen
             record = unpack_record(lease["metadata"].get("annotations", {}).get(ANNOTATION, ""))
-            if record is not None and now < seen.at + lease["spec"]["leaseDurationSeconds"]:
+            duration_s = lease.get("spec", {}).get("leaseDurationSeconds", 0)
+            if record is not None and now < seen.at + duration_s:
                 records.append(record)
         return sorted(records, key=lambda record: (record.cohort, record.engine))
 
@@ -124,8 +125,7 @@ class KubernetesDiscovery:
 
     async def highest_epoch(self, cohort: str) -> int:
         """Returns the highest epoch that was ever claimed here."""
-        lease = await self._call(lambda: self._read(_epoch_name(cohort)))
-        return 0 if lease is None else int(lease["spec"]["leaseTransitions"])
+        return await self._call(lambda: self._highest(_epoch_name(cohort)))
 
     def nudge(self) -> None:
         """Look for changes at once."""
@@ -251,6 +251,10 @@ class KubernetesDiscovery:
             found = await self._read(name)
             version = "" if found is None else found["metadata"]["resourceVersion"]
         raise DiscoveryError(f"discovery by Kubernetes failed: others write the Lease {name} all the time")
+
+    async def _highest(self, name: str) -> int:
+        lease = await self._read(name)
+        return 0 if lease is None else int(lease["spec"]["leaseTransitions"])
 
     async def _claim(self, name: str, epoch: int) -> bool:
         for _ in range(TRIES):

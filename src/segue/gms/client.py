@@ -16,7 +16,7 @@ from segue.errors import MemoryServiceError, WeightsMismatchError
 from segue.gms import messages as wire
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import WeightsManifest, decode_manifest, encode_manifest
-from segue.gms.transport import FrameError, close, connect, packed, receive, send, unpacked
+from segue.gms.transport import GmsFrameError, close, connect, packed, receive, send, unpacked
 from segue.memory import shared
 
 REPLY_S = 60.0  # the longest time that a call takes which does not wait for something
@@ -218,7 +218,7 @@ class GmsClient:
         self._one(message, kind, given=descriptors)
         try:
             return unpacked(descriptors[0])
-        except (FrameError, IndexError) as error:
+        except (GmsFrameError, IndexError) as error:
             raise MemoryServiceError(f"the memory service has sent no readable file ({error})") from error
         finally:
             close(descriptors)
@@ -276,11 +276,13 @@ class GmsClient:
                 reply = wire.decode_reply(frame)
                 if isinstance(reply, wire.CallRefused):
                     return _error(reply)
-        except (OSError, FrameError, msgspec.MsgspecError):
+        except (OSError, GmsFrameError, msgspec.MsgspecError):
             pass
         return None
 
     def _lost(self, error: object) -> MemoryServiceError:
+        """Return the error of a connection that is of no use any more, and close it."""
+        self._socket.close()
         text = f"the connection to the memory service in {self.target.directory} has ended ({error})"
         lost = MemoryServiceError(f"{text}; see its log, and start it again if it does not run")
         lost.code = "lost"
@@ -306,7 +308,7 @@ class GmsClient:
                 reply = wire.decode_reply(frame)
             except ConnectionError as error:
                 raise self._last_words() or self._lost(error) from error
-            except (OSError, FrameError, msgspec.MsgspecError) as error:
+            except (OSError, GmsFrameError, msgspec.MsgspecError) as error:
                 raise self._lost(error) from error
             if isinstance(reply, kind) and reply.call == call:
                 return reply

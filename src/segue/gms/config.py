@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from segue.config import LogLevel
 from segue.errors import ConfigError, CUDADriverError
@@ -13,8 +14,9 @@ from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
-from segue.options import Options, check_key, option, parse_list
+from segue.options import Options, check_key, option, parse_list, variable
 
+OnChildExit = Literal["alone", "exit", "restart"]
 SERVE_GROUP = "Service"
 _service = partial(option, group=SERVE_GROUP)
 _place = partial(option, group="Place")
@@ -56,12 +58,25 @@ class GmsConfig(Options):
     allow_uid: str | None = _service(
         None, "Numbers of further users whose processes may connect, separated by commas.", check=_check_uids
     )
+    on_child_exit: OnChildExit = _service(
+        "alone",
+        "'alone': run the service without a holder, or with one that was started apart; 'restart': run both "
+        "as children, and start what dies again; 'exit': run both, and end when one dies.",
+    )
     log_level: LogLevel = _service("info", "Lowest level of messages that are logged.")
 
     @property
     def uids(self) -> list[int]:
         """The further users that may connect."""
         return [] if self.allow_uid is None else [int(part) for part in self.allow_uid.split(",")]
+
+    @property
+    def child_environment(self) -> dict[str, str]:
+        """The options of the supervisor's children, as environment variables."""
+        given = {"gms_dir": self.gms_dir, "devices": self.devices, "log_level": self.log_level}
+        optional = {"gms_token": self.gms_token, "allow_uid": self.allow_uid}
+        given |= {name: value for name, value in optional.items() if value is not None}
+        return {variable(name): value for name, value in given.items()} | {variable("on_child_exit"): "alone"}
 
 
 def vmms_of(devices: str) -> Mapping[str, VMM]:

@@ -32,7 +32,7 @@ KVRefusalCode = Literal["stale_epoch", "fence", "memory", "held"]
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
+class KVLeaseShape:
     """The memory of one rank."""
 
     pool_bytes: int
@@ -46,7 +46,7 @@ class KVAskEvent:
     session: int
     process: int | None  # identifies the pidfd that fires when the asker has ended; None: there is none
     epoch: int
-    shape: KVShape
+    shape: KVLeaseShape
     deadline: float = inf  # until when it waits for the predecessor's end
 
 
@@ -100,7 +100,7 @@ class MakeKV:
     """Take memory for a set; KVMadeEvent follows."""
 
     number: int
-    shape: KVShape
+    shape: KVLeaseShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class KVSet:
     """Memory for the KV of one rank."""
 
     number: int
-    shape: KVShape
+    shape: KVLeaseShape
     writer: int | None = None  # the process that may write to it
     is_quiet: bool = True  # nobody can write to it
 

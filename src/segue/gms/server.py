@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
 from segue.errors import MemoryServiceError, SharedMemoryError
 from segue.gms import messages as wire
 from segue.gms.service import STILL_WAITING_S, GmsSession, MemoryService
-from segue.gms.transport import SOCKET, FrameError, close, new_socket, receive, send
+from segue.gms.transport import SOCKET, GmsFrameError, close, new_socket, receive, send
 from segue.logs import logger
 from segue.memory import shared
 
@@ -27,10 +28,10 @@ MAX_UNSENT = 256  # messages that a client may leave unread
 TICK_S = 0.25
 
 
-class Connection:
-    """One client: reads its messages in order, and ends it at its first fault. See `service.Port`."""
+class GmsConnection:
+    """One client: reads its messages in order, and ends it at its first fault. See `service.GmsPort`."""
 
-    def __init__(self, server: Server, connection: socket.socket) -> None:
+    def __init__(self, server: GmsServer, connection: socket.socket) -> None:
         self._server = server
         self._socket = connection
         self._loop = asyncio.get_running_loop()
@@ -62,7 +63,7 @@ class Connection:
             frame, descriptors = receive(self._socket)
         except BlockingIOError:
             return
-        except FrameError as error:
+        except GmsFrameError as error:
             self.fault(str(error))
             return
         except OSError as error:
@@ -86,7 +87,7 @@ class Connection:
                     await self._dispatch(wire.decode_request(frame), descriptors)
                 finally:
                     close(descriptors)
-        except (FrameError, msgspec.MsgspecError) as error:
+        except (GmsFrameError, msgspec.MsgspecError) as error:
             self.fault(str(error))
         except Exception as error:  # a fault of the service ends this session alone
             logger.exception("the memory service failed at a message")
@@ -101,7 +102,7 @@ class Connection:
             await self._server.service.handle(self.session, message, descriptors)
             return
         if not isinstance(message, wire.OpenSession) or descriptors:
-            raise FrameError("the first message must be OpenSession")
+            raise GmsFrameError("the first message must be OpenSession")
         refusal = self._server.refusal(message)
         if refusal is not None:
             self.fault(refusal[1], code=refusal[0], call=message.call)
@@ -111,7 +112,7 @@ class Connection:
             self.session = self._server.service.open(self, self.pid, message)
 
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
-        """See `service.Port`: what cannot be sent at once is sent when the client has read."""
+        """See `service.GmsPort`: what cannot be sent at once is sent when the client has read."""
         if self.is_closed:
             return
         frame = wire.encode(reply)
@@ -165,7 +166,7 @@ class Connection:
             self._server.service.gone(self.session, reason)
 
 
-class Server:
+class GmsServer:
     """Listens in a directory, and admits clients."""
 
     def __init__(
@@ -190,7 +191,7 @@ class Server:
             MemoryServiceError: the directory is not safe, or another service has it.
         """
         self.service = service
-        self.connections: set[Connection] = set()
+        self.connections: set[GmsConnection] = set()
         self._allowed = {os.geteuid(), *allowed_uids}
         self._token = token
         self._credentials = credentials
@@ -225,6 +226,8 @@ class Server:
             while True:
                 await asyncio.sleep(TICK_S)
                 self.service.tick()
+                if self.service.keeper is not None:
+                    self.service.keeper.save(self.service)  # for a holder that was started again
                 now = time.monotonic()
                 for connection in list(self.connections):
                     if connection.session is None and now >= connection.since + HANDSHAKE_S:
@@ -255,7 +258,7 @@ class Server:
                 logger.warning("a client of the memory service cannot be accepted: %s", error)
                 return
             accepted.setblocking(False)
-            connection = Connection(self, accepted)
+            connection = GmsConnection(self, accepted)
             try:
                 connection.pid, uid = self._credentials(accepted)
             except OSError:
@@ -297,11 +300,11 @@ class Server:
             )
 
 
-def lock_directory(directory: str) -> int:
-    """Make a directory that is this user's alone, and lock it; returns the lock's descriptor.
+def lock_directory(directory: str, what: Literal["service", "holder"] = "service") -> int:
+    """Make a directory that is this user's alone, and lock it for `what`; returns the lock's descriptor.
 
     Raises:
-        MemoryServiceError: others may write there, or another service has it.
+        MemoryServiceError: others may write there, or another service or holder has it.
     """
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -313,7 +316,7 @@ def lock_directory(directory: str) -> int:
                 "your own, or choose another with --gms-dir",
                 param="gms_dir",
             )
-        lock = os.open(os.path.join(directory, "gms.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = os.open(os.path.join(directory, f"{what}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise MemoryServiceError(
             f"the directory {directory} cannot be used ({error.strerror or error}); choose another with "
@@ -325,7 +328,7 @@ def lock_directory(directory: str) -> int:
     except OSError as error:
         os.close(lock)
         raise MemoryServiceError(
-            f"another memory service has the directory {directory}; stop it, or choose another directory "
+            f"another memory {what} has the directory {directory}; stop it, or choose another directory "
             "with --gms-dir",
             param="gms_dir",
         ) from error

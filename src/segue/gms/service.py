@@ -41,8 +41,9 @@ from segue.gms.lock_state import (
     WeightsState,
 )
 from segue.gms.manifest import WeightsManifest, decode_manifest, difference, key_of
+from segue.gms.status import status_of
 from segue.gms.store import RankSlabs, SlabStore
-from segue.gms.transport import FrameError, close, packed, unpacked
+from segue.gms.transport import GmsFrameError, close, packed, unpacked
 from segue.logs import logger
 
 STILL_WAITING_S = 5.0
@@ -59,7 +60,7 @@ _REFUSALS = {
 }
 
 
-class Port(Protocol):
+class GmsPort(Protocol):
     """The connection of a session."""
 
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
@@ -74,7 +75,7 @@ class Keeper(Protocol):
     """Keeps copies of what must survive the service's process."""
 
     def save(self, service: MemoryService) -> None:
-        """Keep what is committed now."""
+        """Keep what is committed now; does nothing if that is kept already."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class GmsSession:
     number: int
     pid: int
     hello: wire.OpenSession
-    port: Port
+    port: GmsPort
     ask_call: int = 0  # the call that waits for weights; 0: none
     manifest: WeightsManifest | None = None  # that it has asked with
     since: float = field(default_factory=time.monotonic)
@@ -106,7 +107,7 @@ class MemoryService:
 
     # Sessions.
 
-    def open(self, port: Port, pid: int, hello: wire.OpenSession) -> GmsSession:
+    def open(self, port: GmsPort, pid: int, hello: wire.OpenSession) -> GmsSession:
         """Admit a client, which has been checked."""
         self._num_sessions += 1
         session = GmsSession(number=self._num_sessions, pid=pid, hello=hello, port=port)
@@ -151,17 +152,17 @@ class MemoryService:
         """Carry a message out; the descriptors are the caller's.
 
         Raises:
-            FrameError: the message may not be sent now, or has the wrong descriptors.
+            GmsFrameError: the message may not be sent now, or has the wrong descriptors.
         """
         needed = 1 if isinstance(message, wire.AskWeights | wire.SealRank) else 0
         if len(descriptors) != needed:
-            raise FrameError(
+            raise GmsFrameError(
                 f"{type(message).__name__} has {len(descriptors)} descriptors; expected {needed}"
             )
         number, call, port = session.number, message.call, session.port
         match message:
             case wire.OpenSession():
-                raise FrameError("OpenSession came twice")
+                raise GmsFrameError("OpenSession came twice")
             case wire.AskWeights():
                 self._ask(session, message, descriptors[0])
             case wire.JoinLease():
@@ -186,21 +187,20 @@ class MemoryService:
                 self.step(UnpinEvent(session=number, generation=message.generation), call)
             case wire.ClaimEpoch():
                 self.step(ClaimEvent(session=number, cohort=session.hello.cohort, seen=message.seen), call)
-                self._save()
             case wire.PutNote():
                 self._put_note(session, message)
             case wire.GetNote():
                 value = self.notes.get((session.hello.cohort, message.name))
                 port.send(wire.NoteValue(call=call, value=value))
             case wire.GetServiceState():
-                self._send_file(session, wire.StateGiven(call=call), json.dumps(self.status()).encode())
+                self._send_file(session, wire.StateGiven(call=call), json.dumps(status_of(self)).encode())
             case wire.GetServiceEvents():
                 found = [event for event in self.events if event.number > message.since]
                 port.send(wire.EventsGiven(call=call, events=found))
 
     def _ask(self, session: GmsSession, message: wire.AskWeights, descriptor: int) -> None:
         if session.hello.rank != 0:
-            raise FrameError("only rank 0 asks for weights; the other ranks join its lease")
+            raise GmsFrameError("only rank 0 asks for weights; the other ranks join its lease")
         if len(self.state.waiting) >= wire.MAX_WAITING:
             self._refuse(session, message.call, "limit", f"{wire.MAX_WAITING} sessions wait already")
             return
@@ -222,7 +222,7 @@ class MemoryService:
         try:
             return decode_manifest(unpacked(descriptor))
         except msgspec.MsgspecError as error:
-            raise FrameError(f"a manifest cannot be read ({error})") from None
+            raise GmsFrameError(f"a manifest cannot be read ({error})") from None
 
     async def _allocate(self, session: GmsSession, message: wire.AllocateSlabs) -> None:
         if (found := self._writing(session, message)) is None:
@@ -338,7 +338,10 @@ class MemoryService:
     def step(self, event: WeightsEvent, call: int = 0) -> None:
         """Take a step of the lock, and carry its effects out; `call` is the call that the event answers."""
         own = None if isinstance(event, TickEvent | GoneEvent) else event.session
+        is_claim = isinstance(event, ClaimEvent)
         self.state, effects = fsm.step(self.state, event, time.monotonic())
+        if any(isinstance(effect, CommitEffect | ReclaimEffect) for effect in effects) or is_claim:
+            self._save()  # before anybody is told
         for effect in effects:
             if isinstance(effect, GrantEffect | RefuseEffect | DoneEffect):
                 session = self.sessions.get(effect.session)
@@ -354,8 +357,6 @@ class MemoryService:
         if own is not None and isinstance(event, AskEvent):  # it was not answered: it waits
             self.sessions[own].ask_call = call
             self.note_event("waits", f"{self.name(own)} for weights")
-        if any(isinstance(effect, CommitEffect | ReclaimEffect) for effect in effects):
-            self._save()
 
     def _answer(
         self,
@@ -448,52 +449,3 @@ class MemoryService:
         self.num_events += 1
         self.events.append(wire.ServiceEvent(number=self.num_events, at=time.time(), kind=kind, text=text))
         logger.debug("%s: %s", kind, text)
-
-    def status(self) -> dict[str, object]:
-        """Return the state for people and tools."""
-        state, now = self.state, time.monotonic()
-        writing = [lease for lease in state.leases.values() if lease.is_rw]
-        currents: dict[int, list[str]] = {}
-        for name, cohort in state.cohorts.items():
-            if cohort.current is not None:
-                currents.setdefault(cohort.current, []).append(name)
-        return {
-            "incarnation": self.incarnation,
-            "devices": self.store.bytes_by_device(),
-            "num_slabs": self.store.num_slabs,
-            "cohorts": {name: {"current": c.current, "epoch": c.epoch} for name, c in state.cohorts.items()},
-            "generations": [
-                {
-                    "generation": number,
-                    "state": "committed",
-                    "cohorts": currents.get(number, []),
-                    "bytes": sum(sum(slabs.sizes) for _, slabs in self.store.of(number)),
-                    "readers": [self.name(session) for session in state.readers(number)],
-                }
-                for number in state.generations
-            ]
-            + [
-                {
-                    "generation": lease.generation,
-                    "state": "being written",
-                    "cohorts": [lease.cohort],
-                    "bytes": sum(sum(slabs.sizes) for _, slabs in self.store.of(lease.generation)),
-                    "readers": [self.name(session) for session in lease.sessions],
-                }
-                for lease in writing
-            ],
-            "waiting": [self.name(ask.session) for ask in state.waiting],
-            "sessions": [
-                {
-                    "session": number,
-                    "pid": session.pid,
-                    "tag": session.hello.tag,
-                    "cohort": session.hello.cohort,
-                    "engine": session.hello.engine,
-                    "rank": session.hello.rank,
-                    "device": session.hello.device,
-                    "seconds": round(now - session.since, 1),
-                }
-                for number, session in self.sessions.items()
-            ],
-        }

@@ -13,11 +13,12 @@ from segue.errors import MemoryServiceError
 from segue.gms.messages import MAX_DESCRIPTORS, MAX_FRAME, MAX_MANIFEST
 
 SOCKET = "gms.sock"  # in the service's directory
+HOLDER_SOCKET = "hold.sock"
 _INT = array.array("i").itemsize
 _SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT)
 
 
-class FrameError(Exception):
+class GmsFrameError(Exception):
     """The other side has sent what breaks the protocol."""
 
 
@@ -41,7 +42,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Receive a frame, and the descriptors that came with it; the caller closes them. Empty: the end.
 
     Raises:
-        FrameError: the frame, or the number of its descriptors, is over the limit; none is left open.
+        GmsFrameError: the frame, or the number of its descriptors, is over the limit; none is left open.
         OSError: the connection is broken, or nothing came within its timeout.
     """
     # `socket.recv_fds` drops its flags: a child would inherit the descriptors.
@@ -54,7 +55,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     ]
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close(descriptors)
-        raise FrameError(
+        raise GmsFrameError(
             f"a message is over the limit of {MAX_FRAME} bytes and {MAX_DESCRIPTORS} descriptors"
         )
     return frame, descriptors
@@ -84,15 +85,15 @@ def unpacked(descriptor: int, max_bytes: int = MAX_MANIFEST) -> bytes:
     """Return the bytes of a memfd.
 
     Raises:
-        FrameError: it is no memfd, or has more bytes than allowed.
+        GmsFrameError: it is no memfd, or has more bytes than allowed.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # fails for all that could block, such as a pipe
         size = os.fstat(descriptor).st_size
     except OSError as error:
-        raise FrameError(f"a descriptor is not one of a memfd ({error})") from None
+        raise GmsFrameError(f"a descriptor is not one of a memfd ({error})") from None
     if size > max_bytes:
-        raise FrameError(f"a memfd has {size} bytes; at most {max_bytes} are allowed")
+        raise GmsFrameError(f"a memfd has {size} bytes; at most {max_bytes} are allowed")
     pieces, offset = [], 0
     while piece := os.pread(descriptor, min(size, max_bytes) - offset, offset):
         pieces.append(piece)

@@ -16,8 +16,8 @@ OWNER = "owner"  # a file that the frontend keeps locked for as long as it lives
 class RunDir:
     """The directory of one engine. Its path is short enough for sockets.
 
-    The kernel kills workers together with their frontend, so nobody of theirs is left to remove the directory
-    if the frontend was killed: the next frontend on the machine does.
+    The frontend alone removes it. If it was killed, the next frontend on the machine does: the kernel kills
+    workers together with their frontend, which could leave one of them half-way through.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,8 @@ from segue.router.breaker import LegEnd
 from segue.router.fleet import WorkerView
 
 MOST_TRIES = 3  # workers, or pairs of workers, per request whose client has nothing yet
-MOST_RESUMES = 3  # per request
+MOST_RESUMES = 3  # per request, if none of the legs gave MUCH_OUTPUT
+MUCH_OUTPUT = 32  # tokens of a leg behind which it was hardly the request that made the worker fail
 RETRIED = 503  # a worker that answers so has not begun with the request
 # Codes of errors of a worker that does not serve any more, as far as it knows itself.
 GONE = frozenset({"engine_dead", "draining", "stale_epoch"})
@@ -120,6 +121,14 @@ class Attempts:
         else:
             self.tries += consequence.counts or not worker.record.cohort
         return consequence.retries and self.resumes <= MOST_RESUMES and self.tries < MOST_TRIES
+
+    def progressed(self, num_tokens: int) -> None:
+        """Note how many tokens the last leg gave; after much of the reply, resumes count from the beginning.
+
+        A long reply may outlive many workers. One that makes workers fail is resumed at few of them.
+        """
+        if num_tokens >= MUCH_OUTPUT:
+            self.resumes = 0
 
     def avoid(self, worker: WorkerView, kind: FailureKind) -> None:
         """Keep the request away from a worker, for as long as the kind of the failure says."""

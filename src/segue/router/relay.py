@@ -73,6 +73,7 @@ class Relay:
         self._prefill: PrefillLeg | None = None  # of the last pair
         self._num_attempts = 0
         self._num_frames_before = 0  # with tokens, when the last pair was sent
+        self._num_tokens_before = 0  # when the last attempt began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Relay the request; return when the client has the reply or has left, and all legs are closed."""
@@ -99,6 +100,7 @@ class Relay:
             if error.code == HandoverError.code and self._prefill is not None:
                 # The prefill worker may be lost, which the router itself does not know yet.
                 self._attempts.avoid(self._prefill.assignment.worker, FailureKind.BROKEN_OFF)
+            self._attempts.progressed(self._splice.num_tokens - self._num_tokens_before)
             is_over = self._registry.is_closed
             if is_over or not self._attempts.note(error.worker, error.kind, self._is_begun, error.code):
                 await self._give_up(reply, error, None)
@@ -195,6 +197,7 @@ class Relay:
         """
         registry, request, now = self._registry, self._request, time.monotonic()
         keys, outputs = request.facts.keys, self._splice.outputs()
+        self._num_tokens_before = self._splice.num_tokens
         self._count(choice)
         if isinstance(choice, Pair):
             computing = choice.prefill

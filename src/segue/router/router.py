@@ -70,6 +70,7 @@ class Router:
         self._sources = (*sources, self.registrations)
         for source in self._sources:
             task = asyncio.ensure_future(source.watch(partial(self._take, source)))
+            task.add_done_callback(_log_failure)
             self._discovering.append(task)
 
     def register(self, registration: Registration, ttl_s: float | None) -> WorkerEntry:
@@ -198,6 +199,12 @@ class Router:
 
     def _headers(self) -> Headers:
         return [(b"content-type", b"application/json"), *key_header(self.config.worker_api_key)]
+
+
+def _log_failure(watching: asyncio.Task[None]) -> None:
+    """Log why no further workers of a source will be found, if that is so."""
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        logger.error("a source of workers has failed, and is looked at no more: %r", error)
 
 
 def router_of(request: Request) -> Router:

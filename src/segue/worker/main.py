@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -243,11 +242,10 @@ def _released_memory(
     return ReleasedMemory(runner.memory, runner.model, served, sender.send)
 
 
-def _watch_lifeline(run_dir: Path) -> None:
+def _watch_lifeline() -> None:
     """End this process once standard input (descriptor 0) closes: the frontend closes it, or has ended."""
     while os.read(0, 1024):
         pass
-    shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(0)
 
 
@@ -260,7 +258,7 @@ def main() -> None:
         os._exit(0)
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
-    threading.Thread(target=_watch_lifeline, args=(run_dir,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     configure(config.log_level, rank=tp.rank if tp.size > 1 else None)
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
@@ -273,7 +271,7 @@ def main() -> None:
     except Exception:
         if run_dir.exists():
             raise
-        os._exit(0)  # the frontend has given up, and another rank, which noticed first, removed the files
+        os._exit(0)  # the frontend has given up, and has removed the files
     context.term()
 
 

@@ -1,0 +1,104 @@
+"""Holds copies of the memory service's descriptors, so that its end frees nothing (``segue gms hold``).
+
+It is so small that nothing in it fails: it knows names and descriptors, and nothing of weights. A frame is
+one letter and a name: K keeps the descriptor that is with it, F forgets one, A asks for all. The answer to A
+is a K for each, with its descriptor, and an E at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from contextlib import suppress
+
+from segue.errors import MemoryServiceError
+from segue.gms.server import lock_directory
+from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, new_socket, receive, send
+from segue.logs import logger
+from segue.memory import shared
+
+SEND_S = 5.0  # a service that takes no descriptor for so long is given up
+
+
+class Holder:
+    """Named descriptors, and the socket over which the service hands them in and takes them."""
+
+    def __init__(self, directory: str) -> None:
+        """Take the directory, which must have no other holder; raises MemoryServiceError."""
+        self._lock = lock_directory(directory, "holder")
+        self.held: dict[bytes, int] = {}
+        self.path = os.path.join(directory, HOLDER_SOCKET)
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self._listener = new_socket()
+        before = os.umask(0o177)
+        try:
+            self._listener.bind(self.path)
+        except OSError as error:
+            text = f"the socket {self.path} cannot be made ({error.strerror or error})"
+            raise MemoryServiceError(f"{text}; choose a shorter path or another directory") from error
+        finally:
+            os.umask(before)
+        self._listener.listen()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        while True:
+            for key, _ in self._selector.select():
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._serve(key.fileobj)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(SEND_S)
+        if shared.peer_ids(connection)[1] != os.geteuid():
+            connection.close()
+        else:
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Carry one message out."""
+        try:
+            frame, descriptors = receive(connection)
+            if not frame:
+                raise GmsFrameError("the service has ended")
+            self._carry_out(connection, frame[:1], frame[1:], descriptors)
+        except (OSError, GmsFrameError) as error:
+            logger.info(
+                "the holder has lost a connection, and keeps %d descriptors: %s", len(self.held), error
+            )
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _carry_out(self, connection: socket.socket, kind: bytes, name: bytes, descriptors: list[int]) -> None:
+        if kind == b"K" and len(descriptors) == 1:
+            close([self.held[name]] if name in self.held else [])
+            self.held[name] = descriptors[0]
+            return
+        close(descriptors)
+        if kind == b"F":
+            close([self.held.pop(name)] if name in self.held else [])
+        elif kind == b"A":
+            for each, descriptor in self.held.items():
+                send(connection, b"K" + each, [descriptor])
+            send(connection, b"E")
+        else:
+            raise GmsFrameError(f"a message of kind {kind!r} with {len(descriptors)} descriptors")
+
+    def close(self) -> None:
+        """Give everything up."""
+        close(list(self.held.values()))
+        self.held.clear()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+        with suppress(OSError):
+            os.unlink(self.path)
+        os.close(self._lock)

@@ -1,0 +1,82 @@
+"""The holder and the service as children of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from segue.errors import MemoryServiceError
+from tests.gms.running import SLAB, end, manifest, start, target, until
+
+
+def children(process: subprocess.Popen[bytes]) -> dict[str, int]:
+    """The process ids of the children, by their commands."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        found[words[3].decode() if len(words) > 3 else "?"] = int(pid)
+    return found
+
+
+def load(directory: Path) -> int:
+    with target(directory) as client:
+        grant = client.ask(manifest())
+        os.close(client.allocate(grant.lease, [SLAB])[0])
+        client.seal(grant.lease, manifest(digests=(1,)))
+        return client.commit(grant.lease)
+
+
+def current(directory: Path) -> int | None:
+    with target(directory, tag="watch") as client:
+        return client.opened.current
+
+
+def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    process = start(tmp_path / "d", "--devices", "cpu", "--on-child-exit", "restart")
+    try:
+        generation = load(tmp_path / "d")
+        for command in ("serve", "hold", "serve"):
+            with target(tmp_path / "d", tag="watch") as client:
+                before = children(process)[command]
+                os.kill(before, signal.SIGKILL)
+                until(lambda c=command, b=before: children(process).get(c, b) != b, "it is not started")
+                if command == "serve":
+                    until(lambda: client.is_lost, "the killed service answers")
+            until(lambda: current(tmp_path / "d") == generation, "the weights are lost")
+            until(lambda: num_memfds(children(process)["hold"]) >= 3, "the holder has nothing")
+        assert process.poll() is None
+    finally:
+        end(process)
+    assert process.returncode == 0
+
+
+def num_memfds(pid: int) -> int:
+    folder = f"/proc/{pid}/fd"
+    names = []
+    for number in os.listdir(folder):
+        try:
+            names.append(os.readlink(f"{folder}/{number}"))
+        except FileNotFoundError:
+            continue
+    return sum("memfd:" in name for name in names)
+
+
+def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:
+    process = start(tmp_path / "d", "--devices", "cpu", "--on-child-exit", "exit")
+    target(tmp_path / "d", tag="watch").close()
+    os.kill(children(process)["hold"], signal.SIGKILL)
+    assert process.wait(30) == 1
+    try:
+        target_at_once(tmp_path / "d")
+    except MemoryServiceError as error:
+        assert "no memory service answers" in error.message
+    else:
+        raise AssertionError("the service runs on")
+
+
+def target_at_once(directory: Path) -> None:
+    from segue.gms.client import GmsClient, GmsTarget
+
+    GmsClient(GmsTarget(directory=str(directory), tag="watch", connect_s=0)).close()
