@@ -187,6 +187,7 @@ class StandbyMachine(StepMachine):
             page_size=mode,
             max_seq_len=64,
             max_running_requests=slots,
+            max_queued_requests=1000,
             disable_prefix_cache=not prefix,
         )
         self.memory_calls: list[int] = []
@@ -208,6 +209,16 @@ class StandbyMachine(StepMachine):
     @rule(tags=some_tags)
     def resume(self, tags: list[MemoryTag]) -> None:
         self.memory_calls.append(self.sim.resume(*tags))
+
+    @precondition(lambda self: not self.sim.results and self.sim.standby._move is None)
+    @rule(tags=some_tags, failing=st.integers(0, RANKS - 1))
+    def one_rank_cannot_resume(self, tags: list[MemoryTag], failing: int) -> None:
+        self.memory_calls.append(self.sim.release(*tags))
+        self.sim.reply_all()
+        self.memory_calls.append(self.sim.resume(*tags))
+        for rank in range(RANKS):
+            if self.sim.ranks[rank].commands:
+                self.sim.reply(rank, fails=rank == failing)
 
     @precondition(lambda self: any(rank.commands for rank in self.sim.ranks))
     @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
