@@ -27,6 +27,7 @@ from segue.options import (
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Role = Literal["both", "prefill", "decode"]
+GmsMode = Literal["off", "rw_or_ro", "rw", "ro"]
 WakeBy = Literal["lock", "manual", "both"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 HealthStatus = Literal["ready", "notready"]
@@ -346,6 +347,19 @@ class EngineConfig(Options):
     engine_id: str | None = _failover(
         None, "Name of this engine in its cohort; default: the host and the process id.", check=check_name
     )
+    gms_dir: str | None = _failover(
+        None,
+        "Directory of the memory service (segue gms serve), which then keeps the weights: one engine of a "
+        "cohort loads them, and the others read the same memory. Default: a copy per engine.",
+    )
+    gms_mode: GmsMode = _failover(
+        "rw_or_ro",
+        "How the weights of --gms-dir are asked for: 'rw_or_ro': load them if nobody has; 'rw': load them, "
+        "or end; 'ro': wait until another engine has loaded them; 'off': do not use the service.",
+    )
+    gms_token: str | None = _failover(
+        None, "Token of the memory service, if it was started with one.", check=check_key
+    )
     wake: WakeBy = _failover(
         "both",
         "What wakes an engine that stands by: 'lock': the end of the engine that serves; 'manual': POST "
@@ -406,6 +420,11 @@ class EngineConfig(Options):
         "What /live of the system port answers while the model loads: 'off': 503; 'progress': 200 while the "
         "start gets on.",
     )
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the weights belong to the memory service, so that nothing may write to them."""
+        return self.gms_dir is not None and self.gms_mode != "off"
 
     @property
     def probed_port(self) -> int | None:

@@ -24,7 +24,7 @@ from segue.router.config import RouterConfig
 WORKER_HOST = "127.0.0.1"
 ROUTER = "router"
 ROUTER_STAGE, WORKER_STAGE = 1, 0  # requests end while their workers still run
-SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key"}
+SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key", "gms_token"}
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
 SMALLEST_RATIO = 0.01

@@ -28,13 +28,14 @@ from segue.launch.in_thread import in_thread
 from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
 from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
+from segue.launch.shared_weights import check_shared_weights
 from segue.logs import logger
 from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartStep, WorkerMessage
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
 
-SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key")
+SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key", "gms_token")
 # Fields of ``internal_states`` that clients read, for features that this engine does not have.
 ABSENT_STATE: dict[str, Any] = {
     "pending_dp_reqs_size": 0,
@@ -123,6 +124,7 @@ class Runtime:
                 "KV cache, so it cannot be released; use role='both'",
                 param="enable_memory_saver",
             )
+        check_shared_weights(config, embedded=embedded)
         source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command, life=life)

@@ -119,6 +119,7 @@ class ModelRunner:
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
+            is_read_only=config.shares_weights,
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:

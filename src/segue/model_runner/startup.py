@@ -43,6 +43,7 @@ from segue.model_runner.graphs import describe_costs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
+from segue.model_runner.service_memory import make_service_memory
 from segue.model_runner.step_times import describe_times, time_steps
 from segue.models.decoder import build_model
 from segue.models.sharding import shard
@@ -92,12 +93,6 @@ class Startup:
         config, model, tp = self.config, self.source.config, self.tp
         sizes = shard(model, tp)  # fails before any rank waits for another one
         self.resolved = resolved = resolve_config(config, self.source, tp)
-        # Its role may change: any engine that hands KV over may once take it over.
-        kind = SharedKVMemory if config.role != "both" else PrivateMemory
-        self.memory: RankMemory = kind(resolved.device)
-        if config.enable_memory_saver:  # steps that are timed at the start write to other pages
-            parks_kv = config.shadow_mode and not config.enable_laps_scheduler
-            self.memory = ReleasableMemory(resolved.device, parks_kv=parks_kv)
         self._shape = AttentionShape(
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
@@ -120,12 +115,27 @@ class Startup:
         return 0, f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
 
     def _connect(self) -> Made:
-        """Connect the ranks, and find out whether their collectives can be captured in CUDA graphs."""
+        """Connect the ranks, and find out whether their collectives can be captured in CUDA graphs.
+
+        Also chooses where the large memory comes from: ranks agree about weights that they share.
+        """
         tp, device = self.tp, self.resolved.device
         self._groups = connect(tp, rendezvous=self.run_dir / "rendezvous", device=device)
         num_bytes = 0 if self._on_cpu or tp.size == 1 else self._add_one_shot()
+        self.memory = self._choose_memory()
         self._can_capture_collectives = tp.size == 1 or self._groups.collectives.fused_all_reduce is not None
         return num_bytes, "none: one rank" if tp.size == 1 else f"{tp.size} ranks"
+
+    def _choose_memory(self) -> RankMemory:
+        config, resolved = self.config, self.resolved
+        if config.shares_weights:
+            return make_service_memory(config, self.source, resolved.device, resolved.dtype, self._groups)
+        if config.enable_memory_saver:  # steps that are timed at the start write to other pages
+            parks_kv = config.shadow_mode and not config.enable_laps_scheduler
+            return ReleasableMemory(resolved.device, parks_kv=parks_kv)
+        # Its role may change: any engine that hands KV over may once take it over.
+        kind = SharedKVMemory if config.role != "both" else PrivateMemory
+        return kind(resolved.device)
 
     def _add_one_shot(self) -> int:
         """Add the one-shot all-reduce to the collectives if devices have peer access; returns its bytes."""

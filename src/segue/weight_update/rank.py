@@ -8,6 +8,7 @@ from functools import partial
 
 from segue.memory.tensor_ops import warm_up
 from segue.messages import weight_update as messages
+from segue.weight_update.control.calls import READ_ONLY
 from segue.weight_update.inspect import Inspector
 from segue.weight_update.rank_session import Fields, RankSession, Replies, Send, Work, errors_of
 from segue.weight_update.served import ServedWeights
@@ -69,6 +70,9 @@ class WeightUpdater:
         self._sessions = {number: each for number, each in self._sessions.items() if not each.has_ended}
         session, others = self._sessions.get(command.session), list(self._sessions.values())
         if session is None and isinstance(command, messages.AddCommand):
+            if self._served.is_read_only:
+                self._replies.send(command.call, [READ_ONLY])
+                return
             session = RankSession(command.session, self._served, self._memory, self._groups, self._replies)
             self._sessions[command.session] = session
         if session is not None:

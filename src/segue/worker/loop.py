@@ -101,7 +101,9 @@ class SchedulerLoop:
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
         self._life = RankLife(self.runner, self._send)
-        self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
+        self._weights = WeightControl(
+            self.scheduler.weights, 1 + len(self.followers), is_read_only=self.scheduler.config.shares_weights
+        )
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (self.inbox, self.events):

@@ -19,7 +19,14 @@ from segue.weight_update.control.outbox import Outbox, Refusal
 from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
 from segue.weight_update.control.state_machine import Port, WeightMachine
 
+READ_ONLY = (
+    "the weights belong to the memory service (--gms-dir), and other engines read the same memory: they "
+    "cannot be changed, because updates of shared weights are not built yet. Start the engine without "
+    "--gms-dir, or with --gms-mode off, to update weights"
+)
 _MASK = (1 << 64) - 1
+# What changes nothing, and is therefore done with weights that cannot be changed too.
+_READING = (operations.GetUpdateStatus, operations.GetWeights, operations.CheckWeights)
 
 
 class WeightControl:
@@ -30,8 +37,9 @@ class WeightControl:
     ranks' replies, or raises `Refusal`. `session.Kind` explains the three kinds of sessions.
     """
 
-    def __init__(self, port: Port, num_ranks: int) -> None:
+    def __init__(self, port: Port, num_ranks: int, *, is_read_only: bool = False) -> None:
         self._port = port
+        self._is_read_only = is_read_only
         self._outbox = Outbox[WeightCommand](num_ranks)
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
@@ -56,6 +64,8 @@ class WeightControl:
     def request(self, message: WeightCall, now: float) -> None:
         """Handle a call; :meth:`advance` returns its answer, now or later."""
         try:
+            if self._is_read_only and not isinstance(message.operation, _READING):
+                raise Refusal(READ_ONLY)
             self._handlers[type(message.operation)](message, message.operation, now)
         except Refusal as refusal:
             self._outbox.answer([message.call], False, str(refusal))

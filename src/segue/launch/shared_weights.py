@@ -1,0 +1,34 @@
+"""What an engine whose weights belong to the memory service cannot do yet."""
+
+from __future__ import annotations
+
+from segue.config import EngineConfig
+from segue.errors import ConfigError
+
+
+def check_shared_weights(config: EngineConfig, *, embedded: bool) -> None:
+    """Refuse options that `--gms-dir` does not go with.
+
+    Raises:
+        ConfigError: an option would write to the weights, or needs memory that the service does not give yet.
+    """
+    if not config.shares_weights:
+        return
+    if embedded:
+        raise ConfigError(
+            f"gms_dir={config.gms_dir!r}: an embedded engine cannot use the memory service yet; use "
+            "embedded=False, or gms_mode='off'",
+            param="gms_dir",
+        )
+    if config.enable_memory_saver:
+        raise ConfigError(
+            f"gms_dir={config.gms_dir!r} with enable_memory_saver=True: to release weights that other "
+            "engines read is not built yet; use one of the two options",
+            param="enable_memory_saver",
+        )
+    if config.role != "both":
+        raise ConfigError(
+            f"gms_dir={config.gms_dir!r} with role={config.role!r}: an engine that hands KV over cannot use "
+            "the memory service yet; use role='both', or gms_mode='off'",
+            param="role",
+        )

@@ -1,0 +1,278 @@
+"""Weights that the memory service keeps: one engine of a cohort loads them, and all read the same bytes.
+
+The KV cache and staged weights belong to this process alone. The weights are mapped for reading, so nothing
+may write to them: a write would end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from msgspec import structs
+
+from segue.checkpoint.source import ModelSource
+from segue.config import EngineConfig
+from segue.distributed.groups import TPGroups
+from segue.distributed.info import TPInfo
+from segue.errors import MemoryServiceError, WeightsMismatchError
+from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.lock_state import AskMode
+from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest, difference
+from segue.gms.messages import WeightsGranted
+from segue.logs import logger
+from segue.memory.arena import Arena, Layout
+from segue.memory.binding import tensor_at
+from segue.memory.cuda_driver import device_uuids
+from segue.memory.cuda_vmm import CudaVMM
+from segue.memory.memfd import MemfdVMM
+from segue.memory.rank_memory import PrivateMemory
+from segue.memory.vmm import VMM
+from segue.memory.window import MemoryWindow
+from segue.version import __version__
+
+WAIT_S = 7200.0  # how long the load of another engine is waited for
+BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
+MEMORY_S = 60.0  # how long it is tried again if the device is out of memory
+_WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
+_REASON = "memory service"  # the key under which rank 0 leaves the text of its error
+
+
+class ServiceMemory(PrivateMemory):
+    """Memory of this process alone, except that the weights are slabs of the memory service."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        target: GmsTarget,
+        mode: AskMode,
+        groups: TPGroups,
+        identify: Callable[[Layout], WeightsIdentity],
+    ) -> None:
+        """Serve a rank; `identify` says what its weights are, once their layout is known."""
+        super().__init__(device)
+        self._target = target
+        self._mode = mode
+        self._groups = groups
+        self._identify = identify
+        self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
+        self._client: GmsClient | None = None
+        self._window: MemoryWindow | None = None
+
+    def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
+        """See `RankMemory.load`; `fill` is called if this engine is the one that loads. All ranks call it.
+
+        Raises:
+            MemoryServiceError: the service cannot be reached, is lost meanwhile, or refuses a call.
+            WeightsMismatchError: the cohort has other weights.
+        """
+        self._client = client = GmsClient(self._target)
+        try:
+            wanted = WeightsManifest(identity=self._identify(layout), segue=__version__)
+            grant = self._ask(client, wanted)
+            arena = self._bind(layout)
+            if grant.mode == "rw":
+                self._fill(client, grant.lease, wanted, arena, fill)
+            self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
+        except BaseException:
+            client.close()  # the next engine need not wait for the end of this process
+            raise
+        what = "loaded into" if grant.mode == "rw" else "mapped from"
+        logger.info("weights %s the memory service: generation %d", what, grant.generation)
+        return arena
+
+    def close(self) -> None:
+        """See `RankMemory.close`."""
+        if self._client is not None:
+            self._client.close()
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    def _ask(self, client: GmsClient, wanted: WeightsManifest) -> WeightsGranted:
+        """Return what this rank is granted: rank 0 asks, and the others join its lease."""
+        groups = self._groups
+        if groups.tp.rank == 0:
+            try:
+                # The other ranks hear of each wait, because a collective has a shorter deadline.
+                grant = client.ask(wanted, self._mode, wait_s=WAIT_S, on_wait=self._tell_waiting)
+            except MemoryServiceError as error:
+                if groups.store is not None:
+                    groups.store.set(_REASON, error.message)
+                groups.all_gather([_FAILED, 0])
+                raise
+            groups.all_gather([_GRANTED, grant.lease])
+            return grant
+        while (told := groups.all_gather([_WAITING, 0])[0])[0] == _WAITING:
+            pass
+        if told[0] == _FAILED:
+            assert groups.store is not None
+            raise MemoryServiceError(groups.store.get(_REASON).decode())
+        return client.join(told[1])
+
+    def _tell_waiting(self, position: int) -> None:
+        self._groups.all_gather([_WAITING, 0])
+
+    def _bind(self, layout: Layout) -> Arena:
+        """Return an arena in a window of addresses, where nothing is mapped yet."""
+        self._window = window = MemoryWindow(self._vmm, layout.num_bytes)
+        places = zip(_starts(layout.sizes), layout.sizes, strict=True)
+        return Arena(layout, [tensor_at(window.address + start, size, self.device) for start, size in places])
+
+    def _fill(
+        self,
+        client: GmsClient,
+        lease: int,
+        wanted: WeightsManifest,
+        arena: Arena,
+        fill: Callable[[Callable[[], Arena]], None],
+    ) -> None:
+        """Fill the slabs of a lease to write, make them final, and commit them with the other ranks."""
+        assert self._window is not None
+
+        @cache
+        def take() -> Arena:
+            sizes = arena.layout.sizes
+            self._map(sizes, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
+            return arena
+
+        with _reporting(client, lease):
+            fill(take)
+            digests = list(take().checksum())
+        self._window.clear()  # what is mapped to be written cannot be sealed
+        client.seal(lease, structs.replace(wanted, digests=digests))
+        self._groups.barrier()
+        if self._groups.tp.rank == 0:
+            client.commit(lease)
+        self._groups.barrier()
+
+    def _read(
+        self, client: GmsClient, generation: int, wanted: WeightsIdentity, arena: Arena, *, checks: bool
+    ) -> None:
+        """Map a committed generation to read; with `checks` its bytes are compared with its digests."""
+        assert self._window is not None
+        rank = self._groups.tp.rank
+        served = client.manifest(generation, rank)
+        if (found := difference(served.identity, wanted)) is not None:
+            raise WeightsMismatchError(
+                f"memory service: rank {rank} of cohort {self._target.cohort!r} has other weights: "
+                f"{found.field} is {found.have}, and this engine has {found.want}; use the same model and "
+                "options, or another --cohort",
+                param=found.field,
+            )
+        self._map(*client.export(generation, rank), writable=False)
+        self._window.populate()
+        if checks and (bad := _differing(arena, served.digests)):
+            raise MemoryServiceError(
+                f"slab {bad[0]} of generation {generation}, rank {rank}, has other bytes in the memory "
+                "service than its loader wrote; the memory of this host or device is damaged. End the "
+                "service and its holder, so that the weights are loaded again"
+            )
+
+    def _map(self, sizes: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
+        """Map slabs one behind the other; their descriptors are closed."""
+        assert self._window is not None
+        for start, size, descriptor in zip(_starts(sizes), sizes, descriptors, strict=True):
+            slab = self._vmm.adopt(descriptor, size)
+            os.close(descriptor)
+            try:
+                self._window.map(start, slab, writable=writable)
+            finally:
+                self._vmm.close(slab)  # the mapping keeps the memory
+
+    def _synchronise(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+
+def make_service_memory(
+    config: EngineConfig, source: ModelSource, device: torch.device, dtype: torch.dtype, groups: TPGroups
+) -> ServiceMemory:
+    """Return the memory of a rank of an engine that has `--gms-dir`."""
+    assert config.gms_dir is not None and config.gms_mode != "off"
+    tp = groups.tp
+    target = GmsTarget(
+        directory=config.gms_dir,
+        cohort=config.cohort,
+        engine=config.engine_id or f"{os.uname().nodename}-{os.getppid()}",
+        rank=tp.rank,
+        size=tp.size,
+        device="cpu" if device.type == "cpu" else device_uuids()[device.index],
+        token=config.gms_token,
+    )
+    return ServiceMemory(
+        device,
+        target,
+        config.gms_mode,
+        groups,
+        lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
+    )
+
+
+def identity_of(
+    source: ModelSource, layout: Layout, tp: TPInfo, dtype: torch.dtype, *, seed: int = 0
+) -> WeightsIdentity:
+    """Return what decides the bytes of a rank's weights; `seed` is for dummy weights."""
+    if source.format == "dummy":
+        stamps = [SourceFile(name="dummy", size=0, stamp=f"seed {seed}")]
+    else:
+        files = [source.gguf] if source.gguf else sorted(source.directory.glob("*.safetensors"))
+        stats = [(file.name, file.stat()) for file in files]
+        stamps = [SourceFile(name, stat.st_size, f"{stat.st_mtime_ns}:{stat.st_ino}") for name, stat in stats]
+    return WeightsIdentity(
+        model=str(source.gguf or source.directory),
+        config_sha256=hashlib.sha256((source.directory / "config.json").read_bytes()).hexdigest(),
+        dtype=str(dtype).removeprefix("torch."),
+        tp_rank=tp.rank,
+        tp_size=tp.size,
+        slab_sizes=list(layout.sizes),
+        tensors=[
+            TensorPlace(each.name, each.slab, each.offset, each.shape, str(each.dtype).removeprefix("torch."))
+            for each in layout.table.values()
+        ],
+        source=stamps,
+    )
+
+
+@contextmanager
+def _reporting(client: GmsClient, lease: int) -> Iterator[None]:
+    """Report the progress of a load from a thread, as long as there is some."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(BEAT_S):
+            try:
+                client.progress(lease, _work_done())
+            except MemoryServiceError:
+                return  # the load's own next call has the same error
+
+    thread = threading.Thread(target=report, name="segue-gms-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _work_done() -> int:
+    """Return a number that grows while this process reads or computes, and not while it hangs."""
+    with open("/proc/self/io") as file:
+        num_bytes = int(file.readline().split()[1])
+    # The reports themselves read and compute a little, which must not count.
+    return (num_bytes >> 20 << 20) + (int(time.process_time() * 2) << 20)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+def _differing(arena: Arena, digests: Sequence[int]) -> list[int]:
+    """Return the slabs whose bytes are not those of the digests."""
+    found = zip(arena.checksum(), digests, strict=True)
+    return [number for number, (one, other) in enumerate(found) if one != other]

@@ -1,0 +1,131 @@
+"""Engines that share one copy of their weights: who loads, who dies, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from segue.gms.messages import ServiceEvent
+from tests.e2e.served import Served, serve
+from tests.gms import running as gms
+from tests.launch.test_processes import is_alive
+
+PROMPTS = ("abc", "Once upon a time", "x y z")
+
+
+def options(model: Path) -> list[str]:
+    found = ["--model", str(model), "--load-format", "dummy", "--dtype", "float32", "--device", "cpu"]
+    return [*found, "--num-kv-tokens", "4096"]
+
+
+def refused_start(*given: str) -> subprocess.Popen[str]:
+    """Begin to start an engine that cannot start."""
+    command = [sys.executable, "-m", "segue", "serve", "--port", "0", *given]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@contextmanager
+def engines(*each: list[str]) -> Iterator[list[Served]]:
+    """Runs engines, which start at the same time."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(each)) as pool:
+        yield list(pool.map(lambda given: stack.enter_context(serve(*given)), each))
+
+
+def tokens(engine: Served) -> list[list[int]]:
+    """The tokens that an engine generates."""
+    params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = engine.post("/generate", {"text": list(PROMPTS), "sampling_params": params})
+    assert reply.status_code == 200, reply.text
+    return [each["output_ids"] for each in reply.json()]
+
+
+def slabs_of(engine: Served) -> tuple[int, int, set[str]]:
+    """The bytes of slabs that an engine's ranks map, their share of them (PSS), and the permissions."""
+    size, share, permissions = 0, 0, set()
+    for pid in engine.workers():
+        is_slab = False
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                is_slab = "segue-slab" in line
+                if is_slab:
+                    permissions.add(line.split()[1])
+            elif is_slab and line.startswith("Size:"):
+                size += int(line.split()[1]) << 10
+            elif is_slab and line.startswith("Pss:"):
+                share += int(line.split()[1]) << 10
+    return size, share, permissions
+
+
+def events(directory: Path) -> list[ServiceEvent]:
+    """What has happened in the service."""
+    with gms.target(directory, tag="watch") as client:
+        return client.events()
+
+
+def loaded(directory: Path) -> int:
+    """The process that the weights were granted to in order to be loaded; of several ranks, the first."""
+    text = next(event.text for event in events(directory) if event.kind == "rw_granted")
+    found = re.search(r"\(pid (\d+)\)", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def kill(engine: Served) -> None:
+    """Kill an engine, and wait until its ranks are gone too."""
+    ranks = engine.workers()
+    engine.process.kill()
+    engine.process.wait(gms.DEADLINE_S)
+    gms.until(lambda: not any(map(is_alive, ranks)), "the end of the ranks")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    """The tokens of an engine that has weights of its own."""
+    with serve(*options(tiny_model)) as engine:
+        assert slabs_of(engine)[0] == 0
+        return tokens(engine)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_engines_read_one_copy_of_the_weights(
+    tiny_model: Path, tmp_path: Path, expected: list[list[int]], tp: int
+) -> None:
+    directory = tmp_path / "gms"
+    given = [*options(tiny_model), "--gms-dir", str(directory), "--tp", str(tp)]
+    with gms.running(directory) as service, engines(given, given) as (first, second):
+        before = tokens(first)
+        assert before == tokens(second)
+        if tp == 1:  # sums over two ranks round in another way
+            assert before == expected
+        found = [event.kind for event in events(directory)]
+        assert [found.count(kind) for kind in ("rw_granted", "sealed", "committed")] == [tp, tp, 1], found
+        assert found.count("ro_granted") >= tp, found
+        other = [*given, "--dtype", "bfloat16"]  # of two options with the same name the last one counts
+        stranger = refused_start(*other) if tp == 1 else None
+        mapped = [slabs_of(engine) for engine in (first, second)]
+        copy = mapped[0][0]
+        assert copy > 0 and [size for size, _, _ in mapped] == [copy, copy]
+        assert sum(share for _, share, _ in mapped) <= 1.02 * copy, mapped
+        assert mapped[0][2] == mapped[1][2] == {"r--p"}, "nobody may write to them"
+
+        refused = second.post("/update_weights_from_disk", {"model_path": str(tiny_model)})
+        assert refused.status_code == 400 and "--gms-mode off" in refused.text, refused.text
+        reply = second.post("/weights_checker", {"action": "checksum"})
+        assert reply.status_code == 200, reply.text
+        if stranger is not None:
+            log = stranger.communicate(timeout=gms.DEADLINE_S)[0]
+            assert stranger.returncode == 1, log
+            assert "dtype is 'float32', and this engine has 'bfloat16'" in " ".join(log.split()), log
+        loader, reader = (first, second) if loaded(directory) in first.workers() else (second, first)
+        kill(loader)
+        assert tokens(reader) == before
+        gms.end(service, signal.SIGKILL)
+        assert tokens(reader) == before
