@@ -27,11 +27,6 @@ def commands() -> Iterator[tuple[str, list[str], dict[str, str]]]:
                 yield f"{name}, {kind}", command[1:], environ
 
 
-# Parts of the memory service that the manifests name, and that may not be built yet: then the rest of the
-# command line is checked.
-PENDING = ("--num-shadows", "--gms-dir", "--on-gms-loss")
-
-
 @pytest.mark.parametrize(("where", "words", "environ"), list(commands()), ids=lambda each: str(each)[:20])
 def test_each_command_line_is_one_of_segue(where: str, words: list[str], environ: dict[str, str]) -> None:
     command: Any = typer.main.get_command(app)
@@ -39,9 +34,6 @@ def test_each_command_line_is_one_of_segue(where: str, words: list[str], environ
     while hasattr(command, "resolve_command"):
         rest = [*context._protected_args, *context.args]  # as Click itself goes on
         name, command, rest = command.resolve_command(context, rest)
-        if not hasattr(command, "resolve_command"):
-            known = {spelling for option in command.params for spelling in option.opts}
-            rest = [word for word in rest if word.split("=")[0] in known or not word.startswith(PENDING)]
         context = command.make_context(name, rest, parent=context)
     options = {"serve": EngineConfig, "router": RouterConfig}.get(words[0])
     if options is not None:
