@@ -123,7 +123,7 @@ def test_two_engines_read_one_copy_of_the_weights(
         if stranger is not None:
             log = stranger.communicate(timeout=gms.DEADLINE_S)[0]
             assert stranger.returncode == 1, log
-            assert "dtype is 'float32', and this engine has 'bfloat16'" in " ".join(log.split()), log
+            assert "weights: dtype is 'float32', and this engine has 'bfloat16'" in " ".join(log.split()), log
         loader, reader = (first, second) if loaded(directory) in first.workers() else (second, first)
         kill(loader)
         assert tokens(reader) == before
