@@ -177,7 +177,7 @@ def grown(pod: PodProcess) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_failovers_leave_nothing_behind(tiny_model: Path, wait_until: WaitUntil) -> None:
-    num = int(os.environ.get("SEGUE_TEST_FAILOVERS", "50"))
+    num = int(os.environ.get("SEGUE_TEST_FAILOVERS", "20"))
     options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
     with PodProcess(options) as pod:
         requests = every_kind(model_of(pod), 100)
