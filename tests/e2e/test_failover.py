@@ -116,6 +116,7 @@ def test_ctrl_c_ends_all_of_it_within_seconds(pod: PodProcess, wait_until: WaitU
     assert not list(pod.directory.glob("segue-*/failover"))
 
 
+@pytest.mark.slow
 def test_a_cluster_with_shadows_goes_on_drains_and_leaves_nothing(
     tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
 ) -> None:
