@@ -25,6 +25,7 @@ LOADS: dict[str, Lengths | Mixture] = {
 OPTIONS = ["--device=cpu", "--num-kv-tokens=2048", "--max-running-requests=8", "--load-format=dummy"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # four engines and two routers start
 def test_both_arms_serve_the_same_load_and_the_pair_adopts_all_kv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

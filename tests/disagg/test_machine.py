@@ -113,7 +113,7 @@ def test_the_same_where_nothing_proves_that_a_writer_has_gone(seed: int) -> None
 
 def test_pages_that_are_used_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_machine, "LOST_S", 1.0)
-    for seed in range(NUM_SEEDS):
+    for seed in (166, *range(NUM_SEEDS)):  # the first one tells, as long as nothing else changes
         try:
             run(seed, 150, "nixl")
         except AssertionError as error:

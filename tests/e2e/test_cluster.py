@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import WaitUntil
 from tests.e2e.clustering import KEY, clustered
@@ -93,6 +94,7 @@ def test_a_worker_that_cannot_start_ends_the_cluster_with_its_reason(
     assert "segue: worker-0 ended with exit code 1 before it was ready; see its log above" in result.stderr
 
 
+@pytest.mark.slow  # `test_cluster_faults` kills a decode worker of such a cluster
 def test_prefill_and_decode_workers_serve_together_and_come_back(
     tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
 ) -> None:

@@ -23,6 +23,7 @@ from segue.messages.control import (
     SchedulerMessage,
     SchedulerOutput,
     Shutdown,
+    StartStep,
 )
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
 from segue.worker.main import run_scheduler
@@ -48,7 +49,8 @@ class Client:
             target=run_scheduler, args=(config, run_dir, addresses, context), kwargs={"embedded": True}
         )
         self.thread.start()
-        assert isinstance(self.receive(), Ready)
+        while not isinstance(message := self.receive(), Ready):
+            assert isinstance(message, StartStep), message
 
     def send(self, message: FrontendMessage) -> None:
         self.sender.send(msgspec.msgpack.encode(message))

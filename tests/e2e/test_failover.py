@@ -116,6 +116,7 @@ def test_ctrl_c_ends_all_of_it_within_seconds(pod: PodProcess, wait_until: WaitU
     assert not list(pod.directory.glob("segue-*/failover"))
 
 
+@pytest.mark.slow
 def test_a_cluster_with_shadows_goes_on_drains_and_leaves_nothing(
     tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
 ) -> None:
@@ -177,7 +178,7 @@ def grown(pod: PodProcess) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_failovers_leave_nothing_behind(tiny_model: Path, wait_until: WaitUntil) -> None:
-    num = int(os.environ.get("SEGUE_TEST_FAILOVERS", "50"))
+    num = int(os.environ.get("SEGUE_TEST_FAILOVERS", "20"))
     options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
     with PodProcess(options) as pod:
         requests = every_kind(model_of(pod), 100)
