@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Two images of Segue: `docker build --target cuda -t segue:cuda .`, and the same with `cpu`.
+# Two images of Segue: `docker build --target cuda -t segue:cuda .`, and the same with `cpu` and a TORCH_INDEX.
 
 FROM python:3.12-slim-bookworm AS base
 ENV PIP_NO_CACHE_DIR=1 \
@@ -10,9 +10,12 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY src ./src
 COPY deploy/kubernetes ./deploy/kubernetes
 
+# TORCH_INDEX is the package index of torch's builds for CPUs; without it the image gets those for CUDA, which
+# work too and take gigabytes more.
 FROM base AS built-cpu
+ARG TORCH_INDEX=
 RUN python -m venv /opt/segue \
-    && /opt/segue/bin/pip install -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
+    && /opt/segue/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && /opt/segue/bin/pip install -c constraints.txt .
 
 # PyPI's torch brings CUDA's libraries; the driver's come from the host.
