@@ -45,13 +45,13 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path) -> 
         for command in ("serve", "hold", "serve"):
             with target(tmp_path / "d", tag="watch") as client:
                 until(lambda: len(children(process)) == 2, "both children run")
+                until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
                 before = children(process)[command]
                 os.kill(before, signal.SIGKILL)
                 until(lambda c=command, b=before: children(process).get(c, b) != b, "it is not started")
                 if command == "serve":
                     until(lambda: client.is_lost, "the killed service answers")
             until(lambda: current(tmp_path / "d") == generation, "the weights are lost")
-            until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
         assert process.poll() is None
     finally:
         end(process)
@@ -72,6 +72,7 @@ def num_memfds(pid: int | None) -> int:
 def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:
     process = start(tmp_path / "d", "--devices", "cpu", "--on-child-exit", "exit")
     target(tmp_path / "d", tag="watch").close()
+    until(lambda: len(children(process)) == 2, "both children run")
     os.kill(children(process)["hold"], signal.SIGKILL)
     assert process.wait(30) == 1
     try:
