@@ -19,9 +19,9 @@ def children(process: subprocess.Popen[bytes]) -> dict[str, int]:
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         with suppress(FileNotFoundError, ProcessLookupError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            words = command.split(b"\0")
-            if command != own and len(words) > 3:
-                found[words[3].decode()] = int(pid)
+            words = [b"", *command.split(b"\0")]
+            if command != own and words[-2] in (b"serve", b"hold"):
+                found[words[-2].decode()] = int(pid)
     return found
 
 

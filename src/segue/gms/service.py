@@ -65,6 +65,7 @@ class MemoryService:
         self.events: deque[wire.ServiceEvent] = deque(maxlen=256)
         self.num_events = 0
         self._num_sessions = 0
+        self._note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
         self._slabs = SlabCalls(self)
 
     # Sessions.
@@ -96,6 +97,7 @@ class MemoryService:
             return
         if session.hello.tag != "watch":
             self.note_event("session_ended", f"{session.name}: {reason}")
+        self._release_notes(session.number)
         self.step(GoneEvent(session=session.number))
 
     def tick(self) -> None:
@@ -189,7 +191,17 @@ class MemoryService:
                 return
             self.notes[key] = value = message.value
             self._save()
+        if message.keeps:
+            self._note_keepers.setdefault(key, set()).add(session.number)
         session.port.send(wire.NoteValue(call=message.call, value=value))
+
+    def _release_notes(self, session: int) -> None:
+        """Remove the notes that no session keeps any more."""
+        for key, keepers in list(self._note_keepers.items()):
+            keepers.discard(session)
+            if not keepers:
+                del self._note_keepers[key]
+                self.notes.pop(key, None)
 
     # The lock.
 
