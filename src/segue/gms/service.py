@@ -32,7 +32,10 @@ from segue.gms.lock_state import (
     PinEvent,
     ReclaimEffect,
     RefuseEffect,
+    ReleaseEffect,
+    RenameEvent,
     SealEvent,
+    TakeEvent,
     TickEvent,
     UnpinEvent,
     WeightsEffect,
@@ -56,7 +59,8 @@ _REFUSALS = {
     "busy": "this session waits already, or has a lease",
     "lease": "this session has no such lease to write; the service may have been started again",
     "rank": "this rank is taken, is not of this lease, or may not do this",
-    "generation": "there is no such committed generation",
+    "generation": "there is no such committed generation, or it is not the cohort's current one",
+    "slabs": "the manifest is not one of the rank's slabs",
 }
 
 
@@ -176,9 +180,25 @@ class MemoryService:
             case wire.SealRank():
                 await self._seal(session, message, descriptors[0])
             case wire.CommitLease():
-                self.step(FlipEvent(session=number, lease=message.lease), call)
+                flip = FlipEvent(
+                    session=number,
+                    lease=message.lease,
+                    version=message.weight_version,
+                    model_path=message.model_path,
+                )
+                self.step(flip, call)
             case wire.AbortLease():
-                self.step(AbortEvent(session=number, lease=message.lease), call)
+                abort = AbortEvent(session=number, lease=message.lease, is_abandoned=message.is_abandoned)
+                self.step(abort, call)
+            case wire.RenameGeneration():
+                rename = RenameEvent(
+                    session=number,
+                    cohort=session.hello.cohort,
+                    generation=message.generation,
+                    epoch=message.epoch,
+                    version=message.weight_version,
+                )
+                self.step(rename, call)
             case wire.ReportProgress():
                 self.step(BeatEvent(session=number, lease=message.lease, num_bytes=message.num_bytes), call)
             case wire.PinGeneration():
@@ -228,9 +248,6 @@ class MemoryService:
         if (found := self._writing(session, message)) is None:
             return
         lease, rank = found
-        if (lease.generation, rank) in self.store.ranks:
-            self._refuse(session, message.call, "slabs", "this rank has its slabs already")
-            return
         deadline = time.monotonic() + message.wait_s
         while True:
             try:
@@ -245,18 +262,20 @@ class MemoryService:
                     self._refuse(session, message.call, "memory", error.message)
                     return
                 await asyncio.sleep(RETRY_MEMORY_S)
-        if self.state.leases.get(message.lease) is None:  # another rank has ended it meanwhile
-            close(made)
-            self._refuse(session, message.call, "lease", _REFUSALS["lease"])
+        self.step(TakeEvent(session=session.number, lease=message.lease, slabs=tuple(made)), message.call)
+        now = self.state.leases.get(message.lease)
+        if now is None or not set(made) <= set(now.ranks[rank].own):  # another rank has ended it meanwhile
+            self.store.free(made)
             return
-        slabs = RankSlabs(device=session.hello.device, sizes=list(message.sizes), descriptors=made)
-        self.store.ranks[lease.generation, rank] = slabs
-        self._give(session, message.call, slabs)
+        slabs = self.store.ranks.setdefault((lease.generation, rank), RankSlabs(device=session.hello.device))
+        slabs.sizes += message.sizes
+        slabs.descriptors += made
+        self._give(session, message.call, message.sizes, made)
 
     def _export(self, session: GmsSession, message: wire.ExportSlabs) -> None:
         slabs = self._committed(session, message)
         if slabs is not None:
-            self._give(session, message.call, slabs)
+            self._give(session, message.call, slabs.sizes, slabs.descriptors)
 
     def _give_manifest(self, session: GmsSession, message: wire.GetManifest) -> None:
         slabs = self._committed(session, message)
@@ -274,34 +293,56 @@ class MemoryService:
         self._refuse(session, message.call, "generation", "the session does not pin this generation and rank")
         return None
 
-    def _give(self, session: GmsSession, call: int, slabs: RankSlabs) -> None:
+    def _give(self, session: GmsSession, call: int, sizes: Sequence[int], descriptors: Sequence[int]) -> None:
         """Send the descriptors of slabs, in as many messages as they need."""
-        step, total = wire.MAX_DESCRIPTORS, len(slabs.sizes)
+        step, total = wire.MAX_DESCRIPTORS, len(sizes)
         for first in range(0, max(total, 1), step):
             part = slice(first, first + step)
-            given = wire.SlabsGiven(call=call, sizes=slabs.sizes[part], more=first + step < total)
-            session.port.send(given, slabs.descriptors[part])
+            given = wire.SlabsGiven(call=call, sizes=list(sizes[part]), more=first + step < total)
+            session.port.send(given, descriptors[part])
 
     async def _seal(self, session: GmsSession, message: wire.SealRank, descriptor: int) -> None:
         if (found := self._writing(session, message)) is None:
             return
         lease, rank = found
         manifest = self._manifest(descriptor)
-        slabs = self.store.ranks.get((lease.generation, rank))
-        if (
-            slabs is None
-            or manifest.identity.slab_sizes != slabs.sizes
-            or len(manifest.digests) != len(slabs.sizes)
-        ):
-            self._refuse(session, message.call, "slabs", "the manifest is not one of the rank's slabs")
+        slabs = self._merged(lease, rank, manifest, message.shared)
+        if slabs is None:
+            self._refuse(session, message.call, "slabs", _REFUSALS["slabs"])
             return
         try:
-            await self.store.seal(slabs)
+            await self.store.seal(session.hello.device, lease.ranks[rank].own)
         except SlabInUseError as error:
             self._refuse(session, message.call, "in_use", error.message)
+            abandon = AbortEvent(session=session.number, lease=message.lease, is_abandoned=True)
+            self.step(abandon, call=None)  # the call is answered
             return
-        slabs.manifest = msgspec.msgpack.encode(manifest)
-        self.step(SealEvent(session=session.number, lease=message.lease), message.call)
+        event = SealEvent(session=session.number, lease=message.lease, slabs=tuple(slabs.descriptors))
+        self.step(event, message.call)
+        now = self.state.leases.get(message.lease)
+        if now is not None and now.ranks[rank].is_sealed:
+            self.store.ranks[lease.generation, rank] = slabs
+
+    def _merged(
+        self, lease: WeightsLease, rank: int, manifest: WeightsManifest, shared: Sequence[int]
+    ) -> RankSlabs | None:
+        """Return all slabs of a rank: its own, and the shared ones of its parent; None: they do not fit."""
+        own = iter(lease.ranks[rank].own)
+        parent = None if lease.parent is None else self.store.ranks[lease.parent, rank]
+        sizes, found = manifest.identity.slab_sizes, list[int]()
+        for place in range(len(sizes)):
+            if place in shared:
+                known = () if parent is None else parent.descriptors[place : place + 1]
+                found += known
+            else:
+                found += [slab for slab in [next(own, None)] if slab is not None]
+        fits = [self.store.size_of(slab) for slab in found] == sizes == sizes[: len(manifest.digests)]
+        if not fits or next(own, None) is not None:
+            return None
+        device = self.sessions[lease.sessions[0]].hello.device if parent is None else parent.device
+        return RankSlabs(
+            device=device, sizes=sizes, descriptors=found, manifest=msgspec.msgpack.encode(manifest)
+        )
 
     def _writing(
         self, session: GmsSession, message: wire.AllocateSlabs | wire.SealRank
@@ -335,8 +376,11 @@ class MemoryService:
 
     # The lock.
 
-    def step(self, event: WeightsEvent, call: int = 0) -> None:
-        """Take a step of the lock, and carry its effects out; `call` is the call that the event answers."""
+    def step(self, event: WeightsEvent, call: int | None = None) -> None:
+        """Take a step of the lock, and carry its effects out.
+
+        `call` is the session's call that the event is; None: there is none, or it is answered already.
+        """
         own = None if isinstance(event, TickEvent | GoneEvent) else event.session
         is_claim = isinstance(event, ClaimEvent)
         self.state, effects = fsm.step(self.state, event, time.monotonic())
@@ -351,14 +395,26 @@ class MemoryService:
                     own, answered = None, call
                 else:
                     answered, session.ask_call = session.ask_call, 0
-                session.port.send(self._answer(effect, answered, event, session))
+                if answered is not None:
+                    self._answer(effect, answered, event, session)
             else:
                 self._carry_out(effect)
         if own is not None and isinstance(event, AskEvent):  # it was not answered: it waits
-            self.sessions[own].ask_call = call
+            self.sessions[own].ask_call = call or 0
             self.note_event("waits", f"{self.name(own)} for weights")
 
     def _answer(
+        self,
+        effect: GrantEffect | RefuseEffect | DoneEffect,
+        call: int,
+        event: WeightsEvent,
+        session: GmsSession,
+    ) -> None:
+        if isinstance(event, TakeEvent) and isinstance(effect, DoneEffect):
+            return  # `_allocate` sends the slabs
+        session.port.send(self._reply(effect, call, event, session))
+
+    def _reply(
         self,
         effect: GrantEffect | RefuseEffect | DoneEffect,
         call: int,
@@ -369,12 +425,15 @@ class MemoryService:
             case GrantEffect():
                 text = f"generation {effect.generation} to {self.name(effect.session)}"
                 self.note_event(f"{effect.mode}_granted", text)
+                found = self.state.generations.get(effect.generation)
                 return wire.WeightsGranted(
                     call=call,
                     lease=effect.lease,
                     generation=effect.generation,
                     mode=effect.mode,
                     parent=effect.parent,
+                    weight_version="" if found is None else found.version,
+                    model_path=None if found is None else found.model_path,
                 )
             case RefuseEffect():
                 return self._refusal(effect, call, session)
@@ -411,17 +470,26 @@ class MemoryService:
     def _carry_out(self, effect: WeightsEffect) -> None:
         match effect:
             case CommitEffect():
-                self.note_event("committed", f"generation {effect.generation} of cohort {effect.cohort!r}")
-                notice = wire.GenerationChanged(generation=effect.generation)
+                found = self.state.generations[effect.generation]
+                text = f"generation {effect.generation} of cohort {effect.cohort!r}"
+                self.note_event("committed", f"{text}, version {found.version!r}")
+                notice = wire.GenerationChanged(
+                    generation=effect.generation,
+                    weight_version=found.version,
+                    model_path=found.model_path,
+                )
                 self._notify(effect.readers, notice)
             case DropEffect():
-                num_bytes = self.store.drop(effect.generation)
+                num_bytes = self.store.drop(effect.generation, effect.slabs)
                 text = f"generation {effect.generation} ({effect.reason}), {num_bytes} bytes"
                 self.note_event("dropped", text)
                 self._notify(effect.sessions, wire.LeaseLost(lease=effect.lease, reason=effect.reason))
             case ReclaimEffect():
-                num_bytes = self.store.drop(effect.generation)
+                num_bytes = self.store.drop(effect.generation, effect.slabs)
                 self.note_event("reclaimed", f"generation {effect.generation}, {num_bytes} bytes")
+            case ReleaseEffect():
+                num_bytes = self.store.free(effect.slabs)
+                self.note_event("released", f"{num_bytes} bytes that an ended process might have written to")
             case _:
                 raise AssertionError(effect)
 
