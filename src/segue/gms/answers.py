@@ -29,7 +29,8 @@ REFUSALS = {
     "busy": "this session waits already, or has a lease",
     "lease": "this session has no such lease to write; the service may have been started again",
     "rank": "this rank is taken, is not of this lease, or may not do this",
-    "generation": "there is no such committed generation",
+    "generation": "there is no such committed generation, or it is not the cohort's current one",
+    "slabs": "the manifest is not one of the rank's slabs",
 }
 
 
@@ -44,12 +45,15 @@ def answer(
     match effect:
         case GrantEffect():
             service.note_event(f"{effect.mode}_granted", f"generation {effect.generation} to {session.name}")
+            found = service.state.generations.get(effect.generation)
             return wire.WeightsGranted(
                 call=call,
                 lease=effect.lease,
                 generation=effect.generation,
                 mode=effect.mode,
                 parent=effect.parent,
+                weight_version="" if found is None else found.version,
+                model_path=None if found is None else found.model_path,
             )
         case RefuseEffect():
             return _refusal(service, effect, call, session)

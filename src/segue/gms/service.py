@@ -28,6 +28,9 @@ from segue.gms.lock_state import (
     PinEvent,
     ReclaimEffect,
     RefuseEffect,
+    ReleaseEffect,
+    RenameEvent,
+    TakeEvent,
     TickEvent,
     UnpinEvent,
     WeightsEffect,
@@ -140,9 +143,25 @@ class MemoryService:
             case wire.SealRank():
                 await self._slabs.seal(session, message, descriptors[0])
             case wire.CommitLease():
-                self.step(FlipEvent(session=number, lease=message.lease), call)
+                flip = FlipEvent(
+                    session=number,
+                    lease=message.lease,
+                    version=message.weight_version,
+                    model_path=message.model_path,
+                )
+                self.step(flip, call)
             case wire.AbortLease():
-                self.step(AbortEvent(session=number, lease=message.lease), call)
+                abort = AbortEvent(session=number, lease=message.lease, is_abandoned=message.is_abandoned)
+                self.step(abort, call)
+            case wire.RenameGeneration():
+                rename = RenameEvent(
+                    session=number,
+                    cohort=session.hello.cohort,
+                    generation=message.generation,
+                    epoch=message.epoch,
+                    version=message.weight_version,
+                )
+                self.step(rename, call)
             case wire.ReportProgress():
                 self.step(BeatEvent(session=number, lease=message.lease, num_bytes=message.num_bytes), call)
             case wire.PinGeneration():
@@ -205,8 +224,11 @@ class MemoryService:
 
     # The lock.
 
-    def step(self, event: WeightsEvent, call: int = 0) -> None:
-        """Take a step of the lock, and carry its effects out; `call` is the call that the event answers."""
+    def step(self, event: WeightsEvent, call: int | None = None) -> None:
+        """Take a step of the lock, and carry its effects out.
+
+        `call` is the session's call that the event is; None: there is none, or it is answered already.
+        """
         own = None if isinstance(event, TickEvent | GoneEvent) else event.session
         is_claim = isinstance(event, ClaimEvent)
         self.state, effects = fsm.step(self.state, event, time.monotonic())
@@ -221,27 +243,38 @@ class MemoryService:
                     own, answered = None, call
                 else:
                     answered, session.ask_call = session.ask_call, 0
-                session.port.send(answer(self, effect, answered, event, session))
+                is_taken = isinstance(event, TakeEvent) and isinstance(effect, DoneEffect)
+                if answered is not None and not is_taken:  # else `SlabCalls.allocate` sends the slabs
+                    session.port.send(answer(self, effect, answered, event, session))
             else:
                 self._carry_out(effect)
         if own is not None and isinstance(event, AskEvent):  # it was not answered: it waits
-            self.sessions[own].ask_call = call
+            self.sessions[own].ask_call = call or 0
             self.note_event("waits", f"{self.name(own)} for weights")
 
     def _carry_out(self, effect: WeightsEffect) -> None:
         match effect:
             case CommitEffect():
-                self.note_event("committed", f"generation {effect.generation} of cohort {effect.cohort!r}")
-                notice = wire.GenerationChanged(generation=effect.generation)
+                found = self.state.generations[effect.generation]
+                text = f"generation {effect.generation} of cohort {effect.cohort!r}"
+                self.note_event("committed", f"{text}, version {found.version!r}")
+                notice = wire.GenerationChanged(
+                    generation=effect.generation,
+                    weight_version=found.version,
+                    model_path=found.model_path,
+                )
                 self._notify(effect.readers, notice)
             case DropEffect():
-                num_bytes = self.store.drop(effect.generation)
+                num_bytes = self.store.drop(effect.generation, effect.slabs)
                 text = f"generation {effect.generation} ({effect.reason}), {num_bytes} bytes"
                 self.note_event("dropped", text)
                 self._notify(effect.sessions, wire.LeaseLost(lease=effect.lease, reason=effect.reason))
             case ReclaimEffect():
-                num_bytes = self.store.drop(effect.generation)
+                num_bytes = self.store.drop(effect.generation, effect.slabs)
                 self.note_event("reclaimed", f"generation {effect.generation}, {num_bytes} bytes")
+            case ReleaseEffect():
+                num_bytes = self.store.free(effect.slabs)
+                self.note_event("released", f"{num_bytes} bytes that an ended process might have written to")
             case _:
                 raise AssertionError(effect)
 
