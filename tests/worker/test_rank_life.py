@@ -30,7 +30,7 @@ class Rank:
     def deep_ping(self) -> None:
         self.done.append("ping")
 
-    def wake(self) -> None:
+    def wake(self, epoch: int = 0) -> None:
         self.done.append("wake")
         if self.error is not None:
             raise self.error

@@ -52,8 +52,18 @@ class RankMemory(Protocol):
         """
         ...
 
-    def wake(self) -> None:
-        """Take what an engine that stands by does not have: called once, before the engine serves."""
+    def wake(self, epoch: int = 0) -> None:
+        """Take what an engine that stands by does not have: called once, before the engine serves.
+
+        It serves with the epoch; 0: it is in no cohort.
+        """
+        ...
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """Have a function called from another thread when the memory's owner is away, or there again.
+
+        It gets True if the owner is away. The memory stays meanwhile.
+        """
         ...
 
     def stage(self, layout: Layout, place: Place) -> Arena:
@@ -100,8 +110,11 @@ class PrivateMemory:
         """See `RankMemory.take_kv`; all of it is taken now."""
         return backing.zeros(num_bytes, self.device)
 
-    def wake(self) -> None:
+    def wake(self, epoch: int = 0) -> None:
         """See `RankMemory.wake`: an engine with memory of its own has all of it from the start."""
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`: the owner is this process."""
 
     def stage(self, layout: Layout, place: Place) -> Arena:
         """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""

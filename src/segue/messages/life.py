@@ -29,6 +29,7 @@ class WakeRanks(Call, frozen=True, tag=True, array_like=True):
     """
 
     timeout_s: float
+    epoch: int = 0  # under which the engine serves; 0: it is in no cohort
 
 
 class EndWake(msgspec.Struct, frozen=True, tag=True, array_like=True):

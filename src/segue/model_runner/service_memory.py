@@ -29,6 +29,7 @@ from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import WeightsGranted
+from segue.gms.reconnecting import KeptWeights, SessionKeeper
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
 from segue.memory.binding import tensor_at
@@ -80,6 +81,10 @@ class ServiceMemory(PrivateMemory):
         self._identify = identify
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
         self._client: GmsClient | None = None
+        self._keeper: SessionKeeper | None = None
+        self._on_owner: Callable[[bool], None] = lambda lost: None
+        self._epoch = 0
+        self._geometry: KVGeometry | None = None
         self._window: MemoryWindow | None = None
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
@@ -96,13 +101,29 @@ class ServiceMemory(PrivateMemory):
             arena = self._bind(layout)
             if grant.mode == "rw":
                 self._fill(client, grant.lease, wanted, arena, fill)
-            self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
+            reading = self._read(client, grant, wanted.identity, arena)
         except BaseException:
             client.close()  # the next engine need not wait for the end of this process
             raise
+        self._keeper = SessionKeeper(
+            client,
+            lambda: reading,
+            epoch=lambda: self._epoch,
+            on_change=lambda lost: self._on_owner(lost),
+            on_reopened=self._keep_notes,
+            on_stale=_end_stale,
+        )
         what = "loaded into" if grant.mode == "rw" else "mapped from"
         logger.info("weights %s the memory service: generation %d", what, grant.generation)
         return arena
+
+    def wake(self, epoch: int = 0) -> None:
+        """See `RankMemory.wake`."""
+        self._epoch = epoch
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`."""
+        self._on_owner = on_change
 
     def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
         """See `RankMemory.take_kv`; all of it is taken now."""
@@ -121,10 +142,15 @@ class ServiceMemory(PrivateMemory):
         if self._groups.tp.rank == 0:
             note = self._session().put_note(KV_NOTE, msgspec.json.encode(geometry), keeps=True)
             assert note is not None
-            holds = msgspec.json.decode(note, type=KVGeometry)
+            self._geometry = holds = msgspec.json.decode(note, type=KVGeometry)
         found = self._spread(holds)
         assert found is not None
         return found
+
+    def _keep_notes(self) -> None:
+        """Tell a service that was started again the sizes of the cohort, which may have been lost."""
+        if self._geometry is not None:
+            self._session().put_note(KV_NOTE, msgspec.json.encode(self._geometry), keeps=True)
 
     def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
         """Return on every rank what rank 0 has."""
@@ -140,7 +166,9 @@ class ServiceMemory(PrivateMemory):
 
     def close(self) -> None:
         """See `RankMemory.close`."""
-        if self._client is not None:
+        if self._keeper is not None:
+            self._keeper.close()
+        elif self._client is not None:
             self._client.close()
         if self._window is not None:
             self._window.close()
@@ -204,11 +232,11 @@ class ServiceMemory(PrivateMemory):
         self._groups.barrier()
 
     def _read(
-        self, client: GmsClient, generation: int, wanted: WeightsIdentity, arena: Arena, *, checks: bool
-    ) -> None:
-        """Map a committed generation to read; with `checks` its bytes are compared with its digests."""
+        self, client: GmsClient, grant: WeightsGranted, wanted: WeightsIdentity, arena: Arena
+    ) -> KeptWeights:
+        """Map a committed generation to read; bytes that another engine has loaded are checked."""
         assert self._window is not None
-        rank = self._groups.tp.rank
+        generation, rank = grant.generation, self._groups.tp.rank
         served = client.manifest(generation, rank)
         if (found := difference(served.identity, wanted)) is not None:
             raise WeightsMismatchError(
@@ -217,14 +245,24 @@ class ServiceMemory(PrivateMemory):
                 "options, or another --cohort",
                 param=found.field,
             )
-        self._map(*client.export(generation, rank), writable=False)
+        sizes, descriptors = client.export(generation, rank)
+        kept = [os.dup(descriptor) for descriptor in descriptors]
+        self._map(sizes, descriptors, writable=False)
         self._window.populate()
-        if checks and (bad := _differing(arena, served.digests)):
+        if grant.mode == "ro" and (bad := _differing(arena, served.digests)):
             raise MemoryServiceError(
                 f"slab {bad[0]} of generation {generation}, rank {rank}, has other bytes in the memory "
                 "service than its loader wrote; the memory of this host or device is damaged. End the "
                 "service and its holder, so that the weights are loaded again"
             )
+        return KeptWeights(
+            generation=generation,
+            manifest=served,
+            descriptors=kept,
+            is_loaded=grant.is_loaded,
+            weight_version=grant.weight_version,
+            model_path=grant.model_path,
+        )
 
     def _map(self, sizes: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
         """Map slabs one behind the other; their descriptors are closed."""
@@ -289,6 +327,12 @@ def identity_of(
         ],
         source=stamps,
     )
+
+
+def _end_stale(error: MemoryServiceError) -> None:
+    """End this process, because the service has newer weights than those that it reads."""
+    logger.error("%s", error.message)
+    os._exit(1)
 
 
 @contextmanager

@@ -73,6 +73,8 @@ def run_scheduler(
         runner, steps = started
         with ExitStack() as stack:
             stack.enter_context(closing(runner))
+            turn = turn or Turn()
+            runner.memory.watch_owner(turn.note_owner)
             served = runner.served_weights()
             updater = stack.enter_context(closing(WeightUpdater(served, sender.send)))
             scheduler = Scheduler(
@@ -103,7 +105,7 @@ def run_scheduler(
                 memory=_released_memory(runner, served, sender),
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
-                turn=turn or Turn(),
+                turn=turn,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
@@ -223,6 +225,7 @@ def _run_follower(
     if started is not None:
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
+        runner.memory.watch_owner(turn.note_owner)
         served = runner.served_weights()
         updater = WeightUpdater(served, sender.send)
         mover = None
