@@ -28,18 +28,24 @@ from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, Weights
 from segue.gms.messages import WeightsGranted
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
-from segue.memory.binding import tensor_at
 from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
+from segue.messages.requests import FIRST_WEIGHT_VERSION
+from segue.model_runner.service_generations import (
+    MEMORY_S,
+    ServedGeneration,
+    bound_arena,
+    damaged,
+    starts_of,
+)
 from segue.version import __version__
 
 WAIT_S = 7200.0  # how long the load of another engine is waited for
 BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
-MEMORY_S = 60.0  # how long it is tried again if the device is out of memory
 _WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
 _REASON = "memory service"  # the key under which rank 0 leaves the text of its error
 
@@ -76,16 +82,34 @@ class ServiceMemory(PrivateMemory):
         try:
             wanted = WeightsManifest(identity=self._identify(layout), segue=__version__)
             grant = self._ask(client, wanted)
-            arena = self._bind(layout)
+            self._window = window = MemoryWindow(self._vmm, layout.num_bytes)
+            arena = bound_arena(layout, window, self.device)
             if grant.mode == "rw":
                 self._fill(client, grant.lease, wanted, arena, fill)
-            self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
+            manifest = self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
         except BaseException:
             client.close()  # the next engine need not wait for the end of this process
             raise
+        assert self._window is not None
+        if grant.mode == "rw":
+            grant = structs.replace(grant, weight_version=FIRST_WEIGHT_VERSION)
+        self.generations = ServedGeneration(client, self._vmm, self._window, arena, manifest, grant)
         what = "loaded into" if grant.mode == "rw" else "mapped from"
         logger.info("weights %s the memory service: generation %d", what, grant.generation)
         return arena
+
+    def wake(self, epoch: int = 0) -> None:
+        """See `RankMemory.wake`: rank 0 ends what the engine before may still change.
+
+        A service that is away changes nothing either; without it the engine serves what it has mapped.
+        """
+        if epoch and self._groups.tp.is_first and self.generations is not None:
+            try:
+                self.generations.claim(epoch)
+            except MemoryServiceError as error:
+                if error.code != "lost":
+                    raise
+                logger.warning("serves without the memory service: %s", error.message)
 
     def close(self) -> None:
         """See `RankMemory.close`."""
@@ -119,12 +143,6 @@ class ServiceMemory(PrivateMemory):
     def _tell_waiting(self, position: int) -> None:
         self._groups.all_gather([_WAITING, 0])
 
-    def _bind(self, layout: Layout) -> Arena:
-        """Return an arena in a window of addresses, where nothing is mapped yet."""
-        self._window = window = MemoryWindow(self._vmm, layout.num_bytes)
-        places = zip(_starts(layout.sizes), layout.sizes, strict=True)
-        return Arena(layout, [tensor_at(window.address + start, size, self.device) for start, size in places])
-
     def _fill(
         self,
         client: GmsClient,
@@ -139,7 +157,7 @@ class ServiceMemory(PrivateMemory):
         @cache
         def take() -> Arena:
             sizes = arena.layout.sizes
-            self._map(sizes, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
+            self._map(arena.layout, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
             return arena
 
         with _reporting(client, lease):
@@ -149,12 +167,12 @@ class ServiceMemory(PrivateMemory):
         client.seal(lease, structs.replace(wanted, digests=digests))
         self._groups.barrier()
         if self._groups.tp.rank == 0:
-            client.commit(lease)
+            client.commit(lease, FIRST_WEIGHT_VERSION)
         self._groups.barrier()
 
     def _read(
         self, client: GmsClient, generation: int, wanted: WeightsIdentity, arena: Arena, *, checks: bool
-    ) -> None:
+    ) -> WeightsManifest:
         """Map a committed generation to read; with `checks` its bytes are compared with its digests."""
         assert self._window is not None
         rank = self._groups.tp.rank
@@ -166,19 +184,16 @@ class ServiceMemory(PrivateMemory):
                 "options, or another --cohort",
                 param=found.field,
             )
-        self._map(*client.export(generation, rank), writable=False)
+        self._map(arena.layout, client.export(generation, rank)[1], writable=False)
         self._window.populate()
         if checks and (bad := _differing(arena, served.digests)):
-            raise MemoryServiceError(
-                f"slab {bad[0]} of generation {generation}, rank {rank}, has other bytes in the memory "
-                "service than its loader wrote; the memory of this host or device is damaged. End the "
-                "service and its holder, so that the weights are loaded again"
-            )
+            raise MemoryServiceError(damaged(bad[0], generation, rank))
+        return served
 
-    def _map(self, sizes: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
+    def _map(self, layout: Layout, descriptors: Sequence[int], *, writable: bool) -> None:
         """Map slabs one behind the other; their descriptors are closed."""
         assert self._window is not None
-        for start, size, descriptor in zip(_starts(sizes), sizes, descriptors, strict=True):
+        for start, size, descriptor in zip(starts_of(layout), layout.sizes, descriptors, strict=True):
             slab = self._vmm.adopt(descriptor, size)
             os.close(descriptor)
             try:
@@ -266,10 +281,6 @@ def _work_done() -> int:
         num_bytes = int(file.readline().split()[1])
     # The reports themselves read and compute a little, which must not count.
     return (num_bytes >> 20 << 20) + (int(time.process_time() * 2) << 20)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _differing(arena: Arena, digests: Sequence[int]) -> list[int]:
