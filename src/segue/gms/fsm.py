@@ -161,6 +161,8 @@ class WeightsLock:
             return None
         if state.generations[current].key != ask.key:
             return RefuseEffect(session=ask.session, code="mismatch", generation=current)
+        if (ask.session, current) not in state.pins:
+            return RefuseEffect(session=ask.session, code="behind", generation=current)
         return None if self.pinned(ask.cohort) else "rw"
 
     def pinned(self, cohort: str) -> tuple[int, tuple[int, ...]] | None:

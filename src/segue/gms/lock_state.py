@@ -27,8 +27,8 @@ DropReason = Literal["gone", "aborted", "abandoned", "stalled", "stale_epoch"]
 # pinned: a retired generation of the cohort is still read. stale_epoch: a newer engine has taken over.
 # timeout: the wait is over. busy: the session waits already, or has a lease. lease: the lease is not one of
 # this session. rank: the rank is taken, or the lease has no such rank. unsealed: a rank has not sealed its
-# slabs. generation: there is no such committed generation. slabs: the slabs of a sealed rank are neither its
-# own ones nor those of the parent at the same places.
+# slabs. behind: the engine wants to update, but has not taken over another update yet. generation: there
+# is no such committed generation. slabs: those of a sealed rank are neither its own nor the parent's.
 RefusalCode = Literal[
     "committed",
     "nothing",
@@ -40,6 +40,7 @@ RefusalCode = Literal[
     "lease",
     "rank",
     "unsealed",
+    "behind",
     "generation",
     "slabs",
 ]

@@ -59,6 +59,8 @@ _REFUSALS = {
     "busy": "this session waits already, or has a lease",
     "lease": "this session has no such lease to write; the service may have been started again",
     "rank": "this rank is taken, is not of this lease, or may not do this",
+    "behind": "another engine of the cohort has just changed the weights, and this one has not taken them "
+    "over yet; retry the update",
     "generation": "there is no such committed generation, or it is not the cohort's current one",
     "slabs": "the manifest is not one of the rank's slabs",
 }

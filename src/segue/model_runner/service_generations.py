@@ -54,7 +54,9 @@ class ServedGeneration:
         self.manifest = manifest
         self.number = grant.generation
         self.version, self.model_path = grant.weight_version, grant.model_path  # when the engine started
+        self.retired: list[int] = []  # generations that are not served any more, and still pinned
         self.abandoned: list[NextGeneration] = []
+        self._unpinning = threading.Lock()
         self._epoch = client.opened.epoch  # an engine that is in no cohort has that of its start
 
     @property
@@ -65,6 +67,7 @@ class ServedGeneration:
 
     def open(self) -> NextGeneration:
         """See `Generations.open`."""
+        self.unpin_retired()  # the ask would wait for it, and no other call is made meanwhile
         wanted = structs.replace(self.manifest, digests=[])
         grant = self.client.ask(wanted, "rw", wait_s=FOLLOW_S, update_epoch=self._epoch)
         return self._next(grant)
@@ -77,8 +80,8 @@ class ServedGeneration:
         if grant.parent != self.number:
             self.client.abort(grant.lease)
             raise MemoryServiceError(
-                f"another engine of the cohort has just changed the weights: generation {grant.parent} is "
-                f"served, and this engine still has {self.number}. Retry the update"
+                f"rank {self.rank} serves generation {self.number}, and the update starts from "
+                f"{grant.parent}: another engine of the cohort has just changed the weights. Retry the update"
             )
         return NextGeneration(self, grant.generation, grant.lease)
 
@@ -94,6 +97,13 @@ class ServedGeneration:
             fetched.release()
             raise
         return fetched
+
+    def unpin_retired(self) -> None:
+        """Give up the generations that this rank has served before."""
+        with self._unpinning:
+            while self.retired:
+                self.client.unpin(self.retired[-1])
+                self.retired.pop()
 
     def rename(self, version: str) -> None:
         """See `Generations.rename`."""
@@ -132,7 +142,7 @@ class NextGeneration:
         self.arena = bound_arena(served.layout, self._window, served.device)
         self._slabs: dict[int, Slab] = {}  # by their places, in the order in which they were taken
         self._manifest = served.manifest
-        self._retired: int | None = None  # the generation that it has replaced
+        self._is_served = False
 
     @property
     def parameters(self) -> set[str]:
@@ -169,7 +179,9 @@ class NextGeneration:
         for place, slab in self._slabs.items():
             served.window.remap(served.starts[place], slab, writable=False)
         served.window.populate([served.starts[place] for place in self._slabs])
-        self._retired, served.number, served.manifest = served.number, self._number, self._manifest
+        served.retired.append(served.number)
+        served.number, served.manifest = self._number, self._manifest
+        self._is_served = True
 
     def read(self, manifest: WeightsManifest, descriptors: Sequence[int]) -> None:
         """Map the slabs that differ, to read, and compare their bytes with their digests.
@@ -192,8 +204,8 @@ class NextGeneration:
         """See `NextWeights.release`."""
         client = self._served.client
         try:
-            if self._retired is not None:
-                client.unpin(self._retired)
+            if self._is_served:
+                self._served.unpin_retired()
             elif self.lease is None:
                 client.unpin(self._number)
             else:
