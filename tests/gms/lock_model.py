@@ -360,6 +360,7 @@ def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect
 def check_grant(before: WeightsState, after: WeightsState, asked: AskEvent, effect: GrantEffect) -> None:
     if asked.is_update:
         need(asked.epoch == after.cohorts[asked.cohort].epoch, "an engine of another epoch updates")
+        need((asked.session, effect.parent) in before.pins, "an engine updates what it does not serve")
     if effect.mode == "ro":
         generation = after.generations[effect.generation]
         need(asked.mode != "rw", "an engine reads that asked to write")

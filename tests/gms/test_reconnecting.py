@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,18 @@ class Engine:
 
         return SessionKeeper(
             self.client,
-            lambda: self.reading,
+            self,
             epoch=lambda: self.epoch,
             on_change=self.changes.append,
             on_reopened=note_reopened,
             on_stale=self.stale.append,
         )
+
+    def kept(self) -> KeptWeights:
+        return replace(self.reading, descriptors=[os.dup(each) for each in self.reading.descriptors])
+
+    def renumber(self, number: int) -> None:
+        self.reading = replace(self.reading, generation=number)
 
     @property
     def is_back(self) -> bool:

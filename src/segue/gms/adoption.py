@@ -33,6 +33,7 @@ class OfferedRank:
     session: int
     device: str
     manifest: WeightsManifest
+    message: wire.OfferRank
     descriptors: list[int] = field(default_factory=list)
 
     @property
@@ -69,7 +70,7 @@ class WeightOffers:
         ranks = self._ranks.setdefault((hello.cohort, hello.engine, message.generation), {})
         if message.first == 0:
             close(old.descriptors if (old := ranks.pop(rank, None)) else [])
-            ranks[rank] = OfferedRank(number, hello.device, manifest)
+            ranks[rank] = OfferedRank(number, hello.device, manifest, message)
         if rank not in ranks or ranks[rank].session != number:
             raise GmsFrameError("OfferRank does not begin with slab 0")
         self._add_slabs(ranks[rank], message.first, descriptors[1:])
@@ -109,7 +110,7 @@ class WeightOffers:
 
     def _adopt(self, session: GmsSession, message: wire.OfferRank, ranks: list[OfferedRank]) -> None:
         """Make the weights of an engine a generation, in place of a loading one."""
-        service, store, key = self._service, self._service.store, key_of(ranks[0].manifest.identity)
+        service, store, first = self._service, self._service.store, ranks[0].message
         for offer in ranks:
             for size, descriptor in zip(offer.manifest.identity.slab_sizes, offer.descriptors, strict=True):
                 store.add(offer.device, size, descriptor)
@@ -125,12 +126,12 @@ class WeightOffers:
             session=session.number,
             sessions=tuple(offer.session for offer in ranks),
             cohort=session.hello.cohort,
-            key=key,
-            is_loaded=message.is_loaded,
+            key=key_of(ranks[0].manifest.identity),
+            is_loaded=first.is_loaded,
             slabs=tuple(tuple(offer.descriptors) for offer in ranks),
             epoch=message.epoch,
-            version=message.weight_version,
-            model_path=message.model_path,
+            version=first.weight_version,
+            model_path=first.model_path,
         )
         service.note_event("adopted", f"generation {number} from {session.name}")
         service.step(adopt, message.call)

@@ -56,8 +56,8 @@ class GmsClient:
         """
         self.target = target
         self._lineage = lineage
-        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()
-        self.on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
+        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()  # until somebody listens
+        self._on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
         self._calls = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -160,14 +160,15 @@ class GmsClient:
         message = wire.GetManifest(call=self._next(), generation=generation, rank=rank)
         return decode_manifest(self._file(message, wire.ManifestGiven))
 
-    def seal(self, lease: int, manifest: WeightsManifest, shared: Sequence[int] = ()) -> list[int]:
+    def seal(self, lease: int, manifest: WeightsManifest, places: Sequence[int] | None = None) -> list[int]:
         """Make the slabs final, which are unmapped; returns the ranks that have not done so yet.
 
-        `shared` are the numbers of the slabs that an update leaves as they are.
+        `places` are the numbers of the slabs that an update has taken, in this order; it shares the others.
         """
         descriptor = packed(encode_manifest(manifest))
         try:
-            message = wire.SealRank(call=self._next(), lease=lease, shared=list(shared))
+            numbers = None if places is None else list(places)
+            message = wire.SealRank(call=self._next(), lease=lease, places=numbers)
             return self._one(message, wire.RankSealed, [descriptor]).missing
         finally:
             close([descriptor])
@@ -275,6 +276,13 @@ class GmsClient:
         """Whether the service has ended the connection."""
         return self._socket.fileno() < 0 or shared.is_closed(self._socket)
 
+    def listen(self, on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None]) -> None:
+        """Have a function take all notices, those too that have come already; any thread may call it."""
+        with self._lock:
+            self._on_notice = on_notice
+            while self.notices:
+                on_notice(self.notices.popleft())
+
     def take_notices(self) -> bool:
         """Wait for notices, and take those that have come; returns False once the connection has ended.
 
@@ -295,7 +303,7 @@ class GmsClient:
                     reply = wire.decode_reply(frame) if frame else None
                     if not isinstance(reply, wire.GenerationChanged | wire.LeaseLost):
                         return False
-                    self.on_notice(reply)
+                    self._on_notice(reply)
             except BlockingIOError:
                 return True
             except (OSError, GmsFrameError, msgspec.MsgspecError):
@@ -421,7 +429,7 @@ class GmsClient:
                 return reply
             match reply:
                 case wire.GenerationChanged() | wire.LeaseLost():
-                    self.on_notice(reply)
+                    self._on_notice(reply)
                 case wire.StillWaiting():
                     on_wait(reply.position)
                 case wire.CallRefused():

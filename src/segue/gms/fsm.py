@@ -164,6 +164,8 @@ class WeightsLock:
             return None
         if state.generations[current].key != ask.key:
             return RefuseEffect(session=ask.session, code="mismatch", generation=current)
+        if (ask.session, current) not in state.pins:
+            return RefuseEffect(session=ask.session, code="behind", generation=current)
         return None if self.pinned(ask.cohort) else "rw"
 
     def pinned(self, cohort: str) -> tuple[int, tuple[int, ...]] | None:
@@ -480,7 +482,6 @@ def is_whole(slabs: tuple[int, ...], own: tuple[int, ...], parent: tuple[int, ..
     """Return whether the slabs of a rank are its own ones, and the parent's at the places of the others."""
     if parent is None:
         return slabs == own
-    is_own = tuple(slab for slab in slabs if slab in own) == own
-    if not is_own or len(slabs) != len(parent):
+    if len(slabs) != len(parent) or not set(own) <= set(slabs) or len(set(slabs)) != len(slabs):
         return False
     return all(slab in own or slab == old for slab, old in zip(slabs, parent, strict=True))

@@ -27,9 +27,9 @@ DropReason = Literal["gone", "aborted", "abandoned", "stalled", "stale_epoch", "
 # pinned: a retired generation of the cohort is still read. stale_epoch: a newer engine has taken over.
 # timeout: the wait is over. busy: the session waits already, or has a lease. lease: the lease is not one of
 # this session. rank: the rank is taken, or the lease has no such rank. unsealed: a rank has not sealed its
-# slabs. generation: there is no such committed generation. slabs: the slabs of a sealed rank are neither its
-# own ones nor those of the parent at the same places. other: the cohort has other weights than an engine
-# offers, and a newer engine has offered them, or they were loaded.
+# slabs. behind: the engine wants to update, but has not taken over another update yet. generation: there
+# is no such committed generation. slabs: those of a sealed rank are neither its own nor the parent's. other:
+# the cohort has other weights than an engine offers, which a newer engine has offered.
 RefusalCode = Literal[
     "committed",
     "nothing",
@@ -41,6 +41,7 @@ RefusalCode = Literal[
     "lease",
     "rank",
     "unsealed",
+    "behind",
     "generation",
     "slabs",
     "other",

@@ -98,12 +98,12 @@ class GetManifest(Message, frozen=True):
 class SealRank(Message, frozen=True):
     """Says that a rank's slabs are complete and unmapped; its manifest is with it. Reply: RankSealed.
 
-    The slabs that were taken fill the places of the manifest's slabs, in their order, but for `shared`: these
-    have the slabs of the generation that the lease updates.
+    An update says which of the manifest's slabs it has taken, in the order in which it took them; the others
+    are those of the generation that it updates.
     """
 
     lease: Number
-    shared: Annotated[list[Number], Meta(max_length=MAX_SLABS)] = []
+    places: Annotated[list[Number], Meta(max_length=MAX_SLABS)] | None = None  # None: all, in their order
 
 
 class CommitLease(Message, frozen=True):

@@ -9,26 +9,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.manifest import WeightsManifest, difference
+from segue.gms.transport import close
 from segue.logs import logger
 
 FIRST_PAUSE_S = 0.1  # between two tries; it doubles
 LONGEST_PAUSE_S = 2.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWeights:
     """What a rank reads."""
 
     generation: int
     manifest: WeightsManifest
-    descriptors: list[int]  # of all its slabs, which are its owner's to close
+    descriptors: list[int]  # of all its slabs; whoever has asked for them closes them
     is_loaded: bool  # from files; otherwise it came from a weight update
     weight_version: str = ""
     model_path: str | None = None
+
+
+class HeldWeights(Protocol):
+    """The weights that a rank reads; other threads may exchange them."""
+
+    def kept(self) -> KeptWeights:
+        """Return what is read now, with copies of the descriptors."""
+
+    def renumber(self, number: int) -> None:
+        """Note that the service has given another number to what is read."""
 
 
 class SessionKeeper:
@@ -37,7 +49,7 @@ class SessionKeeper:
     def __init__(
         self,
         client: GmsClient,
-        reading: Callable[[], KeptWeights],
+        held: HeldWeights,
         *,
         epoch: Callable[[], int],
         on_change: Callable[[bool], None],
@@ -48,14 +60,14 @@ class SessionKeeper:
 
         Args:
             client: the session, which is open.
-            reading: returns what the rank reads now; the keeper notes a new number in it.
+            held: what the rank reads.
             epoch: returns that of the engine; 0: it does not serve.
             on_change: called with True when the session is lost, and with False when it is there again.
             on_reopened: called once the session is there again, to tell the service further things.
             on_stale: called if the service has other weights than this rank, which therefore must not go on.
         """
         self._client = client
-        self._reading = reading
+        self._held = held
         self._epoch = epoch
         self._on_change = on_change
         self._on_reopened = on_reopened
@@ -109,26 +121,32 @@ class SessionKeeper:
 
     def _resume(self) -> bool:
         """Try to open the session, and to have the service know what this rank reads."""
-        client, reading = self._client, self._reading()
-        if client.is_lost:
-            client.reopen([reading.generation])
-        if reading.generation in client.opened.lost_pins:
-            number = client.offer(
-                reading.generation,
-                reading.manifest,
-                reading.descriptors,
-                epoch=self._epoch(),
-                is_loaded=reading.is_loaded,
-                weight_version=reading.weight_version,
-                model_path=reading.model_path,
-            )
-            if not number:
+        client, kept = self._client, self._held.kept()
+        try:
+            if client.is_lost:
+                client.reopen([kept.generation])
+            if kept.generation not in client.opened.lost_pins:
+                check_equal(client.manifest(kept.generation, client.target.rank), kept.manifest)
+            elif not (number := self._offer(kept)):
                 return False
-            reading.generation = number
-        else:
-            check_equal(client.manifest(reading.generation, client.target.rank), reading.manifest)
+            else:
+                self._held.renumber(number)
+        finally:
+            close(kept.descriptors)
         self._on_reopened()
         return True
+
+    def _offer(self, kept: KeptWeights) -> int:
+        """Offer what this rank reads; returns its new number, 0: other ranks are still missing."""
+        return self._client.offer(
+            kept.generation,
+            kept.manifest,
+            kept.descriptors,
+            epoch=self._epoch(),
+            is_loaded=kept.is_loaded,
+            weight_version=kept.weight_version,
+            model_path=kept.model_path,
+        )
 
 
 def check_equal(known: WeightsManifest, read: WeightsManifest) -> None:

@@ -35,7 +35,7 @@ class RankCalls:
             self._clock.read(time.monotonic())
 
     async def wake(self, timeout_s: float, epoch: int = 0) -> None:
-        """Wake every rank; returns once all of them have their memory. 0: the ranks have no time limit.
+        """Wake every rank; returns once all of them have their memory. See :class:`WakeRanks`.
 
         `epoch` is that under which the engine serves; 0: it is in no cohort.
 

@@ -37,7 +37,15 @@ from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
 from segue.launch.shared_weights import check_shared_weights
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartStep, WorkerMessage
+from segue.messages.control import (
+    Heartbeat,
+    Ready,
+    SchedulerMessage,
+    Shutdown,
+    StartFailed,
+    StartStep,
+    WorkerMessage,
+)
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
@@ -100,6 +108,8 @@ class Runtime:
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
         self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
+        self._early: list[SchedulerMessage] = []  # that came before there was a manager
+        self._channel.on_output = self._early.append
         self._ranks = RankCalls(config.tp, self._channel.send)
         self._loop = loop
 
@@ -154,6 +164,8 @@ class Runtime:
                 bootstrap_port=config.disaggregation_bootstrap_port,
             )
             runtime._channel.on_output = runtime._manager.receive
+            for message in runtime._early:
+                runtime._manager.receive(message)
             runtime.served_model = ServedModel(
                 names=[runtime.name] if config.model is None else [runtime.name, config.model],
                 max_prompts=config.max_queued_requests,

@@ -94,7 +94,7 @@ class ModelRunner:
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
     def wake(self, epoch: int = 0) -> None:
-        """Take what the runner lacks in order to serve with an epoch, on the stream of the steps.
+        """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
 
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
@@ -119,7 +119,6 @@ class ModelRunner:
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
-            is_read_only=config.shares_weights,
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:
