@@ -15,7 +15,6 @@ from random import Random
 
 from segue.laps.classes import PromptClass
 from segue.messages.fleet import Role
-from segue.router.attempts import Attempts
 from segue.router.breaker import LegEnd, judge
 from segue.router.choice import Ask, Decision, Refuse, RoutingRules
 from segue.router.decide import decide, second_claim
@@ -117,14 +116,13 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 await self._change.wait()
 
-    def vacant(self, attempts: Attempts) -> list[str]:
+    def vacant(self, is_gone: Callable[[WorkerView], bool]) -> list[str]:
         """Returns the cohorts in which another engine is about to take over.
 
-        Each has had an active engine, and has none now, as far as the router knows and a request has found.
+        Each has had an active engine, and has none now, as far as the router knows and a request has found:
+        ``is_gone`` says which of the engines have failed at it.
         """
-        active = {
-            view.record.cohort for view in self.views() if view.is_active and not attempts.is_gone(view)
-        }
+        active = {view.record.cohort for view in self.views() if view.is_active and not is_gone(view)}
         return sorted(self.served - active)
 
     # --- requests ---

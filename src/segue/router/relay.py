@@ -150,7 +150,7 @@ class Relay:
                 choice = self._registry.choose(facts, self._avoided(), now, outputs)
             if not isinstance(choice, Refuse) or self._registry.is_closed:
                 return choice
-            if not (vacant := self._registry.vacant(attempts)) and outputs is None:
+            if not (vacant := self._registry.vacant(attempts.is_gone)) and outputs is None:
                 return choice
             if now >= deadline:
                 return replace(choice, waited_for=self._waited_for(vacant)) if has_waited else choice
