@@ -20,6 +20,7 @@ from bench.failover_soak import soak
 from segue.cluster.pod_process import EnginePart, PodProcess, TakeoverTimes
 from tests.conftest import WaitUntil
 from tests.e2e.clustering import KEY, clustered, descendants
+from tests.e2e.slabs import slabs_of
 from tests.support.streams import ReplyGroup, every_kind
 
 TOKENS = 250
@@ -73,6 +74,19 @@ def taken(pod: PodProcess) -> dict[str, int]:
                 files.append(os.readlink(file))
         found[name] = sum(each not in established for each in files)
     return found
+
+
+def test_the_engines_read_one_copy_of_the_weights(pod: PodProcess) -> None:
+    pod.wait_for_standby()
+    engines = [pid for pid, words in descendants(pod.process.pid).items() if "--shadow-mode" in words]
+    mapped = [slabs_of(each) for each in map(workers_of, engines)]
+    size = mapped[0][0]
+    assert size > 0 and [each for each, _, _ in mapped] == [size, size]
+    assert sum(share for _, share, _ in mapped) <= 1.02 * size, mapped
+
+
+def workers_of(engine: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]
 
 
 @pytest.mark.alone
@@ -148,7 +162,7 @@ def test_a_cluster_with_shadows_goes_on_drains_and_leaves_nothing(
 ) -> None:
     with clustered(tmp_path, tiny_model, wait_until, "--workers", "1", "--shadows", "1") as cluster:
         assert cluster.status.endswith("/v1): 1 worker, with 1 engine standing by\n")
-        assert cluster.serving() == 1 and len(cluster.children("serve")) == 2
+        assert cluster.serving() == 1 and len(cluster.children("--shadow-mode")) == 2
         body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         with httpx.stream("POST", f"{cluster.url}/generate", json=body, headers=KEY, timeout=60) as reply:
             lines = reply.iter_lines()

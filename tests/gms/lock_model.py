@@ -24,7 +24,10 @@ from segue.gms.lock_state import (
     RankState,
     ReclaimEffect,
     RefuseEffect,
+    ReleaseEffect,
+    RenameEvent,
     SealEvent,
+    TakeEvent,
     TickEvent,
     UnpinEvent,
     WeightsEffect,
@@ -46,6 +49,7 @@ class Scenario:
     num_sessions: int = 4
     max_epoch: int = 0
     pins: Literal["none", "unpin", "all"] = "none"  # which events about pins happen
+    has_slabs: bool = False  # whether ranks get slabs: two for a load, and one for an update
 
 
 def ask(mode: AskMode = "rw_or_ro", cohort: str = "a", size: int = 1, key: str = "k") -> AskEvent:
@@ -66,10 +70,12 @@ def events(scenario: Scenario, state: WeightsState) -> Iterator[tuple[WeightsEve
             yield replace(each, session=session), 0.0
         yield GoneEvent(session=session), 0.0
         for lease, found in state.leases.items():
-            if found.rank_of(session) is not None:
-                yield SealEvent(session=session, lease=lease), 0.0
+            if (rank := found.rank_of(session)) is not None:
+                yield from slab_events(scenario, state, session, lease, rank)
                 yield FlipEvent(session=session, lease=lease), 0.0
                 yield AbortEvent(session=session, lease=lease), 0.0
+                if scenario.has_slabs and not state.quarantine:  # else there would be more and more states
+                    yield AbortEvent(session=session, lease=lease, is_abandoned=True), 0.0
             elif found.rank_of(session) is None and len(found.ranks) > 1:
                 yield JoinEvent(session=session, lease=lease, rank=1), 0.0
         if scenario.pins != "none":
@@ -81,6 +87,34 @@ def events(scenario: Scenario, state: WeightsState) -> Iterator[tuple[WeightsEve
     for name, cohort in state.cohorts.items():
         if cohort.epoch < scenario.max_epoch:
             yield ClaimEvent(session=1, cohort=name, seen=0), 0.0
+        if scenario.max_epoch and cohort.current is not None:
+            yield RenameEvent(session=1, cohort=name, generation=cohort.current, epoch=0, version="v"), 0.0
+
+
+def slab_events(
+    scenario: Scenario, state: WeightsState, session: int, number: int, rank: int
+) -> Iterator[tuple[WeightsEvent, float]]:
+    """Yield how a rank can get slabs, and seal its own ones and its parent's: rightly, and wrongly."""
+    lease = state.leases[number]
+    own = lease.ranks[rank].own
+    if not scenario.has_slabs:
+        yield SealEvent(session=session, lease=number, slabs=()), 0.0
+        return
+    parent = () if lease.parent is None else state.generations[lease.parent].slabs[rank]
+    if not own:
+        first = 1 + max(slabs_of(state), default=0)
+        yield TakeEvent(session=session, lease=number, slabs=(first, first + 1)[: 1 if parent else 2]), 0.0
+        yield SealEvent(session=session, lease=number, slabs=parent[1:] + parent[:1] or (first,)), 0.0
+    else:
+        yield SealEvent(session=session, lease=number, slabs=own + parent[len(own) :]), 0.0
+
+
+def slabs_of(state: WeightsState) -> list[int]:
+    """All slabs that a state knows, in an order that their numbers do not decide."""
+    found = [slab for each in state.generations.values() for rank in each.slabs for slab in rank]
+    found += [slab for lease in state.leases.values() for rank in lease.ranks for slab in rank.own]
+    found += [slab for _, slab in sorted(state.quarantine)]
+    return list(dict.fromkeys(found))
 
 
 def sessions_of(state: WeightsState) -> list[int]:
@@ -91,6 +125,7 @@ def sessions_of(state: WeightsState) -> list[int]:
     for session, generation in sorted(state.pins):
         pins.setdefault(session, []).append(generation)
     found += sorted((session for session in pins if session not in found), key=lambda session: pins[session])
+    found += sorted(session for session, _ in state.quarantine)
     return list(dict.fromkeys(found))
 
 
@@ -99,14 +134,24 @@ def renumbered(state: WeightsState) -> WeightsState:
     session = {old: new for new, old in enumerate(sessions_of(state), 1)}
     written = (lease.generation for lease in state.leases.values())
     number = {old: new for new, old in enumerate(sorted({*state.leases, *state.generations, *written}), 1)}
+    slab = {old: new for new, old in enumerate(slabs_of(state), 1)}
+
+    def slabs(found: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(slab[each] for each in found)
 
     def renew(lease: WeightsLease) -> WeightsLease:
-        due = fsm.STALLED_S if lease.is_rw else inf
+        due = fsm.STALLED_S if lease.is_rw and lease.parent is None else inf
         ranks = (
-            RankState(r.session and session[r.session], r.is_sealed, due=inf if r.is_sealed else due)
+            RankState(
+                r.session and session[r.session],
+                r.is_sealed,
+                due=inf if r.is_sealed else due,
+                own=slabs(r.own),
+                slabs=slabs(r.slabs),
+            )
             for r in lease.ranks
         )
-        parent = None if lease.parent is None else 0
+        parent = None if lease.parent is None else number[lease.parent]
         return replace(lease, ranks=tuple(ranks), generation=number.get(lease.generation, 0), parent=parent)
 
     return WeightsState(
@@ -114,17 +159,21 @@ def renumbered(state: WeightsState) -> WeightsState:
             name: replace(each, current=each.current and number[each.current])
             for name, each in sorted(state.cohorts.items())
         },
-        {number[old]: each for old, each in state.generations.items()},
+        {
+            number[old]: replace(each, slabs=tuple(map(slabs, each.slabs)), version="")
+            for old, each in state.generations.items()
+        },
         {number[old]: renew(each) for old, each in state.leases.items()},
         frozenset((session[who], number[what]) for who, what in state.pins),
         tuple(replace(each, session=session[each.session]) for each in state.waiting),
+        frozenset((session[who], slab[what]) for who, what in state.quarantine),
         len(number),
     )
 
 
 def identity(state: WeightsState) -> Hashable:
     parts = (tuple(part.items()) for part in (state.cohorts, state.generations, state.leases))
-    return (*parts, state.pins, state.waiting)
+    return (*parts, state.pins, state.waiting, state.quarantine)
 
 
 def need(holds: bool, what: str) -> None:
@@ -138,6 +187,7 @@ def checked(state: WeightsState, event: WeightsEvent, now: float) -> WeightsStat
     check_state(after)
     check_answers(state, event, now, after, effects)
     check_effects(state, event, after, effects)
+    check_slabs(state, event, after, effects)
     return after
 
 
@@ -153,16 +203,57 @@ def check_state(state: WeightsState) -> None:
     need(currents <= set(state.generations), "a current generation is freed")
     pinned = {number for _, number in state.pins}
     need(set(state.generations) <= currents | pinned, "an unused generation is kept")
+    for lease in writers:
+        if lease.parent is not None:
+            need(state.cohorts[lease.cohort].current == lease.parent, "an update starts from retired weights")
+            need(not is_pinned(state, lease.cohort, {lease.parent}), "a cohort has a third generation")
     for each in state.waiting:
         cohort = state.cohorts.get(each.cohort)
         builds = each.cohort in cohorts
         if each.is_update:
-            need(builds, "an update waits for nothing")
+            need(builds or is_pinned(state, each.cohort, set()), "an update waits for nothing")
             continue
         need(cohort is None or cohort.current is None, "a session waits for committed weights")
         shared = [g for g in state.generations.values() if g.is_loaded and g.key == each.key]
         need(not shared, "a session waits for weights of another cohort")
         need(builds or each.key in loads or each.mode == "ro", "a session waits although it could load")
+
+
+def is_pinned(state: WeightsState, cohort: str, others: set[int]) -> bool:
+    """Whether a generation that a cohort has made is read although it is retired."""
+    currents = others | {each.current for each in state.cohorts.values() if each.current is not None}
+    pinned = {number for _, number in state.pins}
+    return any(state.generations[number].cohort == cohort for number in pinned - currents)
+
+
+def check_slabs(
+    before: WeightsState, event: WeightsEvent, after: WeightsState, effects: list[WeightsEffect]
+) -> None:
+    """Each slab is freed once, when nobody has it any more, and no process may still write to it."""
+    kinds = DropEffect | ReclaimEffect | ReleaseEffect
+    freed = [slab for each in effects if isinstance(each, kinds) for slab in each.slabs]
+    need(len(set(freed)) == len(freed), "a slab is freed twice")
+    known, had = set(slabs_of(after)), set(slabs_of(before))
+    need(not known & set(freed), "a slab in use is freed")
+    if isinstance(event, TakeEvent) and not any(isinstance(each, RefuseEffect) for each in effects):
+        had |= set(event.slabs)
+    need(had == known | set(freed), "a slab is lost")
+    if isinstance(event, AbortEvent) and event.is_abandoned and event.lease not in after.leases:
+        lease = before.leases[event.lease]
+        (rank,) = (each for each in lease.ranks if each.session == event.session)
+        need(not set(rank.own) & set(freed), "a slab that may be written is freed")
+    if not isinstance(event, GoneEvent):
+        need(before.quarantine <= after.quarantine, "a slab leaves the quarantine while its writer lives")
+    for each in after.generations.values():
+        found = [slab for rank in each.slabs for slab in rank]
+        need(len(set(found)) == len(found), "a slab is in two places")
+    for lease in after.leases.values():
+        committed = after.slabs_in_generations()
+        written = {slab for rank in lease.ranks for slab in rank.own}
+        need(not lease.is_rw or not written & committed, "what is read is written")
+        for number, rank in enumerate(lease.ranks):
+            parent = () if lease.parent is None else after.generations[lease.parent].slabs[number]
+            need(set(rank.slabs) <= {*rank.own, *parent}, "a rank has sealed the slabs of others")
 
 
 def check_answers(
@@ -219,11 +310,19 @@ def check_effects(
 
 
 def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect) -> None:
+    if effect.generation in before.generations:  # it got another version
+        need(before.cohorts[effect.cohort].epoch == 0, "an engine of another epoch renames")
+        return
     lease = next(each for each in before.leases.values() if each.generation == effect.generation)
     need(all(rank.is_sealed for rank in lease.ranks), "an unsealed rank is committed")
     need(None not in [rank.session for rank in lease.ranks], "a rank that is away is committed")
     is_loaded = after.generations[effect.generation].is_loaded
     need(is_loaded == (lease.parent is None), "an update counts as loaded from files")
+    if lease.parent is not None:
+        parent, found = before.generations[lease.parent].slabs, after.generations[effect.generation].slabs
+        for rank, old, new in zip(lease.ranks, parent, found, strict=True):
+            pairs = zip(old, new, strict=True)
+            need(all(one == other or other in rank.own for one, other in pairs), "a slab is not the parent's")
     pins = {(session, effect.generation) for session in lease.sessions}
     need(pins <= after.pins, "a rank of the loader does not pin what it has loaded")
 

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,12 +167,71 @@ def test_what_is_mapped_for_writing_cannot_be_sealed(directory: Path) -> None:
         os.close(descriptor)
         window.map(0, slab, writable=True)
         sealed = manifest(model="mapped", digests=(0,))
+        held = loader.status()["devices"]["cpu"]
         assert refusal(lambda: loader.seal(grant.lease, sealed)).code == "in_use"
-        assert refusal(lambda: loader.commit(grant.lease)).code == "unsealed"
-        window.unmap(0)
+        assert refusal(lambda: loader.commit(grant.lease)).code == "lease", "it is over"
+        assert loader.status()["devices"]["cpu"] == held, "what may still be written to is not given away"
+        window.close()
         vmm.close(slab)
-        assert loader.seal(grant.lease, sealed) == []
-        loader.commit(grant.lease)
+    with target(directory, tag="watch") as watch:
+        until(lambda: watch.status()["devices"]["cpu"] == held - SLAB, "the end of the quarantine")
+
+
+def test_an_update_shares_the_slabs_that_it_leaves_as_they_are(directory: Path) -> None:
+    with target(directory, cohort="shares") as active:
+        first = load(active, model="shares", num_slabs=3)
+        held = active.status()["devices"]["cpu"]
+        want = manifest(3, model="shares", digests=(0, 7, 2))
+        grant = active.ask(want, "rw", update_epoch=0)
+        os.close(active.allocate(grant.lease, [SLAB])[0])
+        assert refusal(lambda: active.seal(grant.lease, want, [0])).code == "slabs", "one slab is missing"
+        assert refusal(lambda: active.seal(grant.lease, want, [0, 1, 2])).code == "slabs", "one is left over"
+        active.seal(grant.lease, want, shared=[0, 2])
+        second = active.commit(grant.lease, "v2", "/new")
+        old, new = (inodes(active, number) for number in (first, second))
+        assert [one == other for one, other in zip(old, new, strict=True)] == [True, False, True]
+        assert active.status()["devices"]["cpu"] == held + SLAB
+        active.unpin(first)
+        assert active.status()["devices"]["cpu"] == held
+        with target(directory, cohort="shares") as other:
+            found = other.ask(manifest(3, model="shares"))
+            assert (found.generation, found.weight_version, found.model_path) == (second, "v2", "/new")
+            assert refusal(lambda: active.rename(second, 1, "v3")).code == "stale_epoch"
+            active.rename(second, 0, "v3")
+            assert other.note("x") is None  # so that the notice is read
+            assert [each.weight_version for each in other.notices] == ["v3"]  # type: ignore[union-attr]
+
+
+def inodes(client: GmsClient, generation: int) -> list[int]:
+    _, descriptors = client.export(generation, 0)
+    found = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return found
+
+
+def test_notices_come_to_a_thread_that_waits_for_them(directory: Path) -> None:
+    with target(directory, cohort="notices") as active, target(directory, cohort="notices") as shadow:
+        load(active, model="notices")
+        found: list[object] = []
+        shadow.on_notice = found.append
+        generation = shadow.ask(manifest(model="notices")).generation
+        ended: list[bool] = []
+
+        def watch() -> None:
+            while shadow.take_notices():
+                pass
+            ended.append(True)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        for version in "ab":
+            active.rename(generation, 0, version)
+        until(lambda: len(found) == 2, "both notices")
+        assert shadow.note("x") is None, "calls go on meanwhile"
+        shadow.close()
+        thread.join(30)
+        assert ended == [True]
 
 
 def test_an_update_makes_a_generation_beside_the_current_one(directory: Path) -> None:
@@ -189,13 +249,24 @@ def test_an_update_makes_a_generation_beside_the_current_one(directory: Path) ->
         assert shadow.note("x") is None  # so that the notice is read
         assert [notice.generation for notice in shadow.notices] == [second]  # type: ignore[union-attr]
         active.unpin(first)
-        assert refusal(lambda: active.ask(want, "rw", update_epoch=epoch)).code == "pinned"
+        assert refusal(lambda: active.ask(want, "rw", wait_s=0.1, update_epoch=epoch)).code == "pinned"
         shadow.pin(second)
         shadow.unpin(first)
         assert all(each["generation"] != first for each in shadow.status()["generations"])
         older = active.ask(want, "rw", update_epoch=epoch)
         assert shadow.claim(seen=epoch) > epoch  # the shadow takes over, and the old engine's update is over
         assert refusal(lambda: active.commit(older.lease)).code == "lease"
+
+
+def test_a_note_that_sessions_keep_ends_with_the_last_of_them(directory: Path) -> None:
+    with target(directory, cohort="kept") as watch:
+        with target(directory, cohort="kept") as second:
+            with target(directory, cohort="kept") as first:
+                assert first.put_note("sizes", b"a", keeps=True) == b"a"
+                assert second.put_note("sizes", b"b", keeps=True) == b"a"
+            until(lambda: "session_ended" in [each.kind for each in watch.events()], "the first has gone")
+            assert watch.note("sizes") == b"a"
+        until(lambda: watch.note("sizes") is None, "the note is still there")
 
 
 def test_a_note_is_kept_as_first_written(directory: Path) -> None:

@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 from segue.gms import fsm
 from segue.gms.fsm import WeightsLock
 from segue.gms.lock_state import (
+    AbortEvent,
     AskEvent,
     BeatEvent,
     ClaimEvent,
     DropEffect,
+    FlipEvent,
     GoneEvent,
     GrantEffect,
     JoinEvent,
     RankState,
     ReclaimEffect,
     RefuseEffect,
+    ReleaseEffect,
+    RenameEvent,
     SealEvent,
+    TakeEvent,
     TickEvent,
+    UnpinEvent,
     WeightsEvent,
     WeightsState,
 )
@@ -36,6 +42,8 @@ MODES = Scenario(asks=(ask(), ask("rw"), ask("ro"), ask(key="other")), num_sessi
 RANKS = Scenario(asks=(ask(size=2),))
 COHORTS = Scenario(asks=(ask(), ask(cohort="b"), ask(cohort="b", key="other")), num_sessions=3)
 UPDATES = Scenario(asks=(ask(), update(0), update(1)), max_epoch=1, pins="unpin", num_sessions=2)
+SLABS = Scenario(asks=(ask(), update(0)), has_slabs=True, num_sessions=2)
+FOLLOWED = replace(SLABS, pins="unpin")
 SHARED = Scenario(asks=(ask(), ask(cohort="b"), update(0)), num_sessions=2)
 SCENARIOS = {
     "race": RACE,
@@ -44,6 +52,7 @@ SCENARIOS = {
     "cohorts": COHORTS,
     "updates": UPDATES,
     "shared": SHARED,
+    "slabs": SLABS,
 }
 LARGE = Scenario(
     asks=(
@@ -54,6 +63,7 @@ LARGE = Scenario(
     num_sessions=6,
     max_epoch=2,
     pins="all",
+    has_slabs=True,
 )
 
 
@@ -81,6 +91,11 @@ def walk(choices: Callable[[int], int], num_steps: int) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_reachable_state_keeps_the_invariants(name: str) -> None:
     assert explored(SCENARIOS[name]) >= 15
+
+
+@pytest.mark.slow
+def test_every_reachable_state_of_updates_that_others_follow_keeps_the_invariants() -> None:
+    assert explored(FOLLOWED) >= 1000
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,9 +139,9 @@ def only_the_end_of_rank_0_ends_a_lease_to_write(patch: Patch) -> None:
 @bug("updates")
 def a_retired_generation_is_freed_while_it_is_read(patch: Patch) -> None:
     def hasty(self: WeightsLock) -> None:
-        for number in list(self.retired()):
+        for number in self.state.retired("a"):
             del self.state.generations[number]
-            self.effects.append(ReclaimEffect(generation=number))
+            self.effects.append(ReclaimEffect(generation=number, slabs=()))
 
     patch.setattr(WeightsLock, "reclaim", hasty)
 
@@ -174,7 +189,7 @@ def other_weights_are_read_by_the_same_cohort(patch: Patch) -> None:
 @bug("shared")
 def another_cohorts_update_counts_as_loaded(patch: Patch) -> None:
     init = fsm.WeightsGeneration
-    patch.setattr(fsm, "WeightsGeneration", lambda key, is_loaded: init(key=key, is_loaded=True))
+    patch.setattr(fsm, "WeightsGeneration", lambda **fields: init(**{**fields, "is_loaded": True}))
 
 
 @bug("shared")
@@ -186,6 +201,37 @@ def a_waiting_session_is_forgotten_when_its_wait_ends(patch: Patch) -> None:
         self.effects = [each for each in self.effects if not isinstance(each, RefuseEffect)]
 
     patch.setattr(WeightsLock, "tick", silent)
+
+
+@bug("slabs")
+def a_generation_takes_its_parents_slabs_with_it(patch: Patch) -> None:
+    patch.setattr(WeightsState, "slabs_in_generations", lambda self: set())
+
+
+@bug("slabs")
+def what_an_abandoned_receiver_writes_to_is_freed(patch: Patch) -> None:
+    abort = WeightsLock.abort
+    patch.setattr(WeightsLock, "abort", lambda self, event: abort(self, replace(event, is_abandoned=False)))
+
+
+@bug("slabs")
+def a_rank_seals_other_slabs_than_its_own_and_its_parents(patch: Patch) -> None:
+    patch.setattr(fsm, "is_whole", lambda slabs, own, parent: True)
+
+
+@bug("slabs")
+def a_third_generation_is_granted(patch: Patch) -> None:
+    patch.setattr(WeightsLock, "pinned", lambda self, cohort: None)
+
+
+@bug("updates")
+def an_old_engine_renames_the_weights(patch: Patch) -> None:
+    rename = WeightsLock.rename
+
+    def careless(self: WeightsLock, event: RenameEvent) -> None:
+        rename(self, replace(event, epoch=self.cohort(event.cohort).epoch))
+
+    patch.setattr(WeightsLock, "rename", careless)
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -202,19 +248,72 @@ def test_a_rank_without_progress_loses_its_engines_lease() -> None:
     assert isinstance(grant, GrantEffect) and grant.mode == "rw"
     state, _ = fsm.step(state, JoinEvent(session=2, lease=grant.lease, rank=1), 0.0)
     state, _ = fsm.step(state, BeatEvent(session=2, lease=grant.lease, num_bytes=5), 50.0)
-    state, _ = fsm.step(state, SealEvent(session=1, lease=grant.lease), 50.0)
+    state, _ = fsm.step(state, SealEvent(session=1, lease=grant.lease, slabs=()), 50.0)
     state, effects = fsm.step(state, TickEvent(), 100.0)
     assert effects == []
     state, _ = fsm.step(state, BeatEvent(session=2, lease=grant.lease, num_bytes=5), 105.0)  # no more bytes
     state, effects = fsm.step(state, TickEvent(), 110.0)
     assert effects == [
-        DropEffect(generation=grant.generation, lease=grant.lease, sessions=(1, 2), reason="stalled")
+        DropEffect(
+            generation=grant.generation, lease=grant.lease, sessions=(1, 2), reason="stalled", slabs=()
+        )
     ]
+
+
+def committed(version: str = "0") -> WeightsState:
+    """Session 1 has loaded a generation of two slabs, 1 and 2."""
+    return after(
+        WeightsState(),
+        replace(ask(), session=1),
+        TakeEvent(session=1, lease=1, slabs=(1, 2)),
+        SealEvent(session=1, lease=1, slabs=(1, 2)),
+        FlipEvent(session=1, lease=1, version=version),
+    )
+
+
+def after(state: WeightsState, *steps: WeightsEvent, now: float = 0.0) -> WeightsState:
+    for event in steps:
+        state = checked(state, event, now)
+    return state
+
+
+def test_an_update_shares_what_it_does_not_touch_and_may_take_for_ever() -> None:
+    state = after(
+        committed(), replace(update(0), session=1), TakeEvent(session=1, lease=3, slabs=(3,)), TickEvent()
+    )
+    state = after(state, TickEvent(), now=1e9)  # a trainer sends when it likes
+    flip = FlipEvent(session=1, lease=3, version="1", model_path="/new")
+    state = after(state, SealEvent(session=1, lease=3, slabs=(1, 3)), flip)
+    current = state.generations[4]
+    assert (current.slabs, current.version, current.model_path) == (((1, 3),), "1", "/new")
+    _, effects = fsm.step(state, UnpinEvent(session=1, generation=2))
+    assert ReclaimEffect(generation=2, slabs=(2,)) in effects, "the other slab is the new generation's too"
+
+
+def test_an_update_waits_for_readers_of_retired_weights_and_then_names_them() -> None:
+    state = after(committed(), replace(ask("ro"), session=2), replace(update(0), session=1))
+    (lease,) = (number for number, each in state.leases.items() if each.is_rw)
+    state = after(state, SealEvent(session=1, lease=lease, slabs=(1, 2)), FlipEvent(session=1, lease=lease))
+    state = after(state, UnpinEvent(session=1, generation=2), replace(update(0), session=1))
+    assert state.waiting, "session 2 still reads the first generation"
+    _, effects = fsm.step(state, TickEvent(), 2.0)
+    assert effects == [RefuseEffect(session=1, code="pinned", generation=2, sessions=(2,))]
+    _, effects = fsm.step(state, UnpinEvent(session=2, generation=2), 0.5)
+    assert any(isinstance(each, GrantEffect) and each.mode == "rw" for each in effects)
+
+
+def test_what_an_abandoned_receiver_may_write_to_is_kept_until_its_process_has_gone() -> None:
+    state = after(committed(), replace(update(0), session=1), TakeEvent(session=1, lease=3, slabs=(3,)))
+    state, effects = fsm.step(state, AbortEvent(session=1, lease=3, is_abandoned=True))
+    (drop,) = (each for each in effects if isinstance(each, DropEffect))
+    assert (drop.slabs, drop.reason) == ((), "abandoned")
+    _, effects = fsm.step(state, GoneEvent(session=1))
+    assert ReleaseEffect(slabs=(3,)) in effects
 
 
 def test_a_rank_that_joins_after_the_others_have_followed_an_update_is_refused() -> None:
     state = WeightsState(
-        generations={5: fsm.WeightsGeneration(key="k", is_loaded=False)},
+        generations={5: fsm.WeightsGeneration(key="k", is_loaded=False, cohort="a", slabs=((), ()))},
         cohorts={"a": fsm.Cohort(current=5)},
         leases={
             3: fsm.WeightsLease(

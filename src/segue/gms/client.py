@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -50,6 +53,7 @@ class GmsClient:
         """Connect; `pins` are the generations that this process read in an earlier session."""
         self.target = target
         self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()
+        self.on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
         self._calls = 0
         self._lock = threading.Lock()
         self.opened = self._open(pins)
@@ -135,23 +139,36 @@ class GmsClient:
         message = wire.GetManifest(call=self._next(), generation=generation, rank=rank)
         return decode_manifest(self._file(message, wire.ManifestGiven))
 
-    def seal(self, lease: int, manifest: WeightsManifest) -> list[int]:
-        """Make the slabs final, which are unmapped; returns the ranks that have not done so yet."""
+    def seal(self, lease: int, manifest: WeightsManifest, shared: Sequence[int] = ()) -> list[int]:
+        """Make the slabs final, which are unmapped; returns the ranks that have not done so yet.
+
+        `shared` are the numbers of the slabs that an update leaves as they are.
+        """
         descriptor = packed(encode_manifest(manifest))
         try:
-            message = wire.SealRank(call=self._next(), lease=lease)
+            message = wire.SealRank(call=self._next(), lease=lease, shared=list(shared))
             return self._one(message, wire.RankSealed, [descriptor]).missing
         finally:
             close([descriptor])
 
-    def commit(self, lease: int) -> int:
+    def commit(self, lease: int, weight_version: str = "", model_path: str | None = None) -> int:
         """Make the lease's generation the current one, as rank 0; returns its number."""
-        message = wire.CommitLease(call=self._next(), lease=lease)
+        message = wire.CommitLease(
+            call=self._next(), lease=lease, weight_version=weight_version, model_path=model_path
+        )
         return self._one(message, wire.GenerationNumber).generation
 
-    def abort(self, lease: int) -> None:
-        """Give a lease to write up."""
-        self._one(wire.AbortLease(call=self._next(), lease=lease), wire.CallDone)
+    def abort(self, lease: int, *, is_abandoned: bool = False) -> None:
+        """Give a lease to write up; `is_abandoned`: this process may still write to its slabs."""
+        message = wire.AbortLease(call=self._next(), lease=lease, is_abandoned=is_abandoned)
+        self._one(message, wire.CallDone)
+
+    def rename(self, generation: int, epoch: int, weight_version: str) -> None:
+        """Give the current generation of the cohort another version."""
+        message = wire.RenameGeneration(
+            call=self._next(), generation=generation, epoch=epoch, weight_version=weight_version
+        )
+        self._one(message, wire.GenerationNumber)
 
     def progress(self, lease: int, num_bytes: int) -> None:
         """Report the bytes that were loaded; a rank must do so at least once per minute."""
@@ -172,9 +189,14 @@ class GmsClient:
         """Take the next epoch of the cohort, above `seen`."""
         return self._one(wire.ClaimEpoch(call=self._next(), seen=seen), wire.EpochClaimed).epoch
 
-    def put_note(self, name: str, value: bytes, expect: bytes | None = None) -> bytes | None:
-        """Set a note if it has the value `expect`; returns the value that it has then."""
-        message = wire.PutNote(call=self._next(), name=name, value=value, expect=expect)
+    def put_note(
+        self, name: str, value: bytes, expect: bytes | None = None, *, keeps: bool = False
+    ) -> bytes | None:
+        """Set a note if it has the value `expect`; returns the value that it has then.
+
+        With `keeps` the note, whoever has set it, stays until this session and all others that keep it end.
+        """
+        message = wire.PutNote(call=self._next(), name=name, value=value, expect=expect, keeps=keeps)
         return self._one(message, wire.NoteValue).value
 
     def note(self, name: str) -> bytes | None:
@@ -197,8 +219,36 @@ class GmsClient:
         """Whether the service has ended the connection."""
         return self._socket.fileno() < 0 or shared.is_closed(self._socket)
 
+    def take_notices(self) -> bool:
+        """Wait for notices, and take those that have come; returns False once the connection has ended.
+
+        For a thread of its own. While another thread makes a call, that one takes the notices.
+        """
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError:  # it is closed
+            return False
+        poll.poll()
+        with self._lock:
+            try:
+                self._socket.settimeout(0)
+                while True:
+                    frame, descriptors = receive(self._socket)
+                    close(descriptors)
+                    reply = wire.decode_reply(frame) if frame else None
+                    if not isinstance(reply, wire.GenerationChanged | wire.LeaseLost):
+                        return False
+                    self.on_notice(reply)
+            except BlockingIOError:
+                return True
+            except (OSError, GmsFrameError, msgspec.MsgspecError):
+                return False
+
     def close(self) -> None:
         """End the session: leases to write are dropped, and pins end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends a wait for notices
         self._socket.close()
 
     def __enter__(self) -> GmsClient:
@@ -314,7 +364,7 @@ class GmsClient:
                 return reply
             match reply:
                 case wire.GenerationChanged() | wire.LeaseLost():
-                    self.notices.append(reply)
+                    self.on_notice(reply)
                 case wire.StillWaiting():
                     on_wait(reply.position)
                 case wire.CallRefused():

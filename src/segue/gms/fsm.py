@@ -7,7 +7,6 @@ uses is freed; so no transition has to think of the sessions that wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import Literal, assert_never
@@ -31,7 +30,10 @@ from segue.gms.lock_state import (
     ReclaimEffect,
     RefusalCode,
     RefuseEffect,
+    ReleaseEffect,
+    RenameEvent,
     SealEvent,
+    TakeEvent,
     TickEvent,
     UnpinEvent,
     WeightsEffect,
@@ -41,7 +43,9 @@ from segue.gms.lock_state import (
     WeightsState,
 )
 
-STALLED_S = 60.0  # a rank that neither joins nor reports progress for so long loses its engine's lease
+STALLED_S = (
+    60.0  # a rank that neither joins nor reports progress for so long loses its engine's lease to load
+)
 
 
 def step(
@@ -68,6 +72,8 @@ class WeightsLock:
                 self.ask(event)
             case JoinEvent():
                 self.join(event)
+            case TakeEvent():
+                self.take(event)
             case BeatEvent():
                 self.beat(event)
             case SealEvent():
@@ -76,6 +82,8 @@ class WeightsLock:
                 self.flip(event)
             case AbortEvent():
                 self.abort(event)
+            case RenameEvent():
+                self.rename(event)
             case PinEvent():
                 self.pin(event)
             case UnpinEvent():
@@ -140,7 +148,10 @@ class WeightsLock:
         return number
 
     def decide_update(self, ask: AskEvent, cohort: Cohort) -> Literal["rw"] | RefuseEffect | None:
-        """Decide about an update: there must be memory for one more generation at most."""
+        """Decide about an update. It waits while readers still have a generation that was retired.
+
+        So a cohort has at most two generations of its own, and the one that is written.
+        """
         state, current = self.state, cohort.current
         if current is None:
             return RefuseEffect(session=ask.session, code="nothing")
@@ -150,21 +161,18 @@ class WeightsLock:
             return None
         if state.generations[current].key != ask.key:
             return RefuseEffect(session=ask.session, code="mismatch", generation=current)
-        for number in self.retired():
-            sessions = state.readers(number)
-            return RefuseEffect(session=ask.session, code="pinned", generation=number, sessions=sessions)
-        return "rw"
+        return None if self.pinned(ask.cohort) else "rw"
 
-    def retired(self) -> Iterator[int]:
-        """Yield the generations that are no cohort's current one."""
-        currents = {cohort.current for cohort in self.state.cohorts.values()}
-        return (number for number in self.state.generations if number not in currents)
+    def pinned(self, cohort: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return a retired generation of a cohort that is still read, and the sessions that read it."""
+        found = ((number, self.state.readers(number)) for number in self.state.retired(cohort))
+        return next(((number, readers) for number, readers in found if readers), None)
 
     def grant_rw(self, ask: AskEvent) -> None:
-        """Let an engine write a new generation."""
+        """Let an engine write a new generation; how long an update may take is its engine's affair."""
         parent = self.cohort(ask.cohort).current if ask.is_update else None
         lease, generation = self.number(), self.number()
-        due = self.now + STALLED_S
+        due = inf if ask.is_update else self.now + STALLED_S
         self.state.leases[lease] = WeightsLease(
             cohort=ask.cohort,
             key=ask.key,
@@ -216,10 +224,23 @@ class WeightsLock:
         elif not lease.is_rw and lease.generation not in self.state.generations:
             self.refuse(event.session, "generation")  # the engine's other ranks have followed an update
         else:
-            due = self.now + STALLED_S if lease.is_rw else inf
+            due = self.now + STALLED_S if lease.is_rw and lease.parent is None else inf
             rank = replace(lease.ranks[event.rank], session=event.session, due=due)
             self.state.leases[event.lease] = lease.with_rank(event.rank, rank)
             self.granted(event.session, event.lease)
+
+    def take(self, event: TakeEvent) -> None:
+        """Note new slabs of a rank. If it is refused, they are still the caller's."""
+        if (found := self.writing(event.session, event.lease)) is None:
+            return
+        lease, number = found
+        rank = lease.ranks[number]
+        if rank.is_sealed:
+            self.refuse(event.session, "slabs")
+            return
+        rank = replace(rank, own=(*rank.own, *event.slabs))
+        self.state.leases[event.lease] = lease.with_rank(number, rank)
+        self.done(event.session, lease.generation)
 
     def beat(self, event: BeatEvent) -> None:
         """Note progress; a beat without it does not keep the lease."""
@@ -228,7 +249,8 @@ class WeightsLock:
         lease, number = found
         rank = lease.ranks[number]
         if event.num_bytes > rank.num_bytes and not rank.is_sealed:
-            rank = replace(rank, num_bytes=event.num_bytes, due=self.now + STALLED_S)
+            due = inf if lease.parent is not None else self.now + STALLED_S
+            rank = replace(rank, num_bytes=event.num_bytes, due=due)
             self.state.leases[event.lease] = lease.with_rank(number, rank)
         self.done(event.session, lease.generation)
 
@@ -237,7 +259,12 @@ class WeightsLock:
         if (found := self.writing(event.session, event.lease)) is None:
             return
         lease, number = found
-        lease = lease.with_rank(number, replace(lease.ranks[number], is_sealed=True, due=inf))
+        rank = lease.ranks[number]
+        parent = None if lease.parent is None else self.state.generations[lease.parent].slabs[number]
+        if rank.is_sealed or not is_whole(event.slabs, rank.own, parent):
+            self.refuse(event.session, "slabs")
+            return
+        lease = lease.with_rank(number, replace(rank, is_sealed=True, due=inf, slabs=event.slabs))
         self.state.leases[event.lease] = lease
         self.done(event.session, lease.generation, unsealed(lease))
 
@@ -251,29 +278,42 @@ class WeightsLock:
         elif missing := unsealed(lease):
             self.effects.append(RefuseEffect(session=event.session, code="unsealed", ranks=missing))
         else:
-            self.commit(event.lease, lease)
+            self.commit(event.lease, lease, event)
             self.done(event.session, lease.generation)
 
-    def commit(self, number: int, lease: WeightsLease) -> None:
+    def commit(self, number: int, lease: WeightsLease, event: FlipEvent) -> None:
         """Make a lease's generation the current one of its cohort."""
         state, generation = self.state, lease.generation
         cohort = self.cohort(lease.cohort)
         readers = () if cohort.current is None else state.readers(cohort.current)
-        state.generations[generation] = WeightsGeneration(key=lease.key, is_loaded=lease.parent is None)
+        state.generations[generation] = WeightsGeneration(
+            key=lease.key,
+            is_loaded=lease.parent is None,
+            cohort=lease.cohort,
+            slabs=tuple(rank.slabs for rank in lease.ranks),
+            version=event.version,
+            model_path=event.model_path,
+        )
         state.cohorts[lease.cohort] = replace(cohort, current=generation)
         for old, each in list(state.leases.items()):  # an update replaces the lease by which its engine read
             if not each.is_rw and set(each.sessions) & set(lease.sessions):
                 del state.leases[old]
-        state.leases[number] = replace(lease, is_rw=False, parent=None)
+        ranks = tuple(RankState(rank.session) for rank in lease.ranks)
+        state.leases[number] = replace(lease, is_rw=False, parent=None, ranks=ranks)
         state.pins |= {(session, generation) for session in lease.sessions}
         others = tuple(session for session in readers if session not in lease.sessions)
         self.effects.append(CommitEffect(cohort=lease.cohort, generation=generation, readers=others))
 
     def abort(self, event: AbortEvent) -> None:
         """Drop a lease to write, because one of its ranks asks for it."""
-        if self.writing(event.session, event.lease) is not None:
-            self.drop(event.lease, "aborted", event.session)
-            self.done(event.session, 0)
+        if (found := self.writing(event.session, event.lease)) is None:
+            return
+        lease, number = found
+        if event.is_abandoned:
+            written = frozenset((event.session, slab) for slab in lease.ranks[number].own)
+            self.state.quarantine |= written
+        self.drop(event.lease, "abandoned" if event.is_abandoned else "aborted", event.session)
+        self.done(event.session, 0)
 
     def drop(
         self,
@@ -284,8 +324,26 @@ class WeightsLock:
         """Free the generation of a lease to write; all its ranks but ``session`` are told."""
         lease = self.state.leases.pop(number)
         others = tuple(each for each in lease.sessions if each != session)
-        effect = DropEffect(generation=lease.generation, lease=number, sessions=others, reason=reason)
+        kept = {slab for _, slab in self.state.quarantine}
+        freed = tuple(slab for rank in lease.ranks for slab in rank.own if slab not in kept)
+        effect = DropEffect(
+            generation=lease.generation, lease=number, sessions=others, reason=reason, slabs=freed
+        )
         self.effects.append(effect)
+
+    def rename(self, event: RenameEvent) -> None:
+        """Give the current generation of a cohort another version, and let its readers know."""
+        cohort = self.cohort(event.cohort)
+        if event.generation != cohort.current:
+            self.refuse(event.session, "generation")
+        elif event.epoch != cohort.epoch:
+            self.refuse(event.session, "stale_epoch")
+        else:
+            state, number = self.state, event.generation
+            state.generations[number] = replace(state.generations[number], version=event.version)
+            readers = tuple(session for session in state.readers(number) if session != event.session)
+            self.effects.append(CommitEffect(cohort=event.cohort, generation=number, readers=readers))
+            self.done(event.session, number)
 
     def pin(self, event: PinEvent) -> None:
         """Let a session read a committed generation."""
@@ -319,6 +377,9 @@ class WeightsLock:
                 del state.leases[number]
             else:
                 state.leases[number] = lease.with_rank(rank, RankState())
+        if released := sorted(slab for writer, slab in state.quarantine if writer == session):
+            state.quarantine = frozenset(each for each in state.quarantine if each[0] != session)
+            self.effects.append(ReleaseEffect(slabs=tuple(released)))
 
     def tick(self) -> None:
         """Refuse those that have waited too long, and drop what makes no progress."""
@@ -327,16 +388,27 @@ class WeightsLock:
                 self.drop(number, "stalled")
         self.settle()  # who can be answered now is not refused
         for ask in self.state.waiting:
-            if ask.deadline <= self.now:
+            if ask.deadline > self.now:
+                continue
+            if ask.is_update and (found := self.pinned(ask.cohort)) is not None:
+                generation, sessions = found
+                refusal = RefuseEffect(
+                    session=ask.session, code="pinned", generation=generation, sessions=sessions
+                )
+                self.effects.append(refusal)
+            else:
                 self.refuse(ask.session, "timeout")
         self.state.waiting = tuple(ask for ask in self.state.waiting if ask.deadline > self.now)
 
     def reclaim(self) -> None:
         """Free every generation that is neither pinned nor current."""
-        pinned = {generation for _, generation in self.state.pins}
-        for number in [number for number in self.retired() if number not in pinned]:
-            del self.state.generations[number]
-            self.effects.append(ReclaimEffect(generation=number))
+        state = self.state
+        used = {generation for _, generation in state.pins}
+        used |= {cohort.current for cohort in state.cohorts.values() if cohort.current is not None}
+        for number in [number for number in state.generations if number not in used]:
+            slabs = {slab for rank in state.generations.pop(number).slabs for slab in rank}
+            freed = tuple(sorted(slabs - state.slabs_in_generations()))
+            self.effects.append(ReclaimEffect(generation=number, slabs=freed))
 
     def writing(self, session: int, number: int) -> tuple[WeightsLease, int] | None:
         """Return a lease to write and the session's rank in it, or refuse the session."""
@@ -368,3 +440,13 @@ class WeightsLock:
 def unsealed(lease: WeightsLease) -> tuple[int, ...]:
     """Return the ranks of a lease that have not sealed their slabs."""
     return tuple(number for number, rank in enumerate(lease.ranks) if not rank.is_sealed)
+
+
+def is_whole(slabs: tuple[int, ...], own: tuple[int, ...], parent: tuple[int, ...] | None) -> bool:
+    """Return whether the slabs of a rank are its own ones, and the parent's at the places of the others."""
+    if parent is None:
+        return slabs == own
+    is_own = tuple(slab for slab in slabs if slab in own) == own
+    if not is_own or len(slabs) != len(parent):
+        return False
+    return all(slab in own or slab == old for slab, old in zip(slabs, parent, strict=True))

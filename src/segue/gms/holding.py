@@ -49,6 +49,9 @@ class HeldGeneration(msgspec.Struct, frozen=True, array_like=True):
     number: int
     key: str
     is_loaded: bool
+    cohort: str
+    version: str
+    model_path: str | None
 
 
 class HeldCohort(msgspec.Struct, frozen=True, array_like=True):
@@ -187,7 +190,10 @@ def _ledger_of(service: MemoryService) -> Ledger:
     return Ledger(
         serial=state.serial,
         cohorts=[HeldCohort(name, each.current, each.epoch) for name, each in state.cohorts.items()],
-        generations=[HeldGeneration(n, each.key, each.is_loaded) for n, each in state.generations.items()],
+        generations=[
+            HeldGeneration(n, each.key, each.is_loaded, each.cohort, each.version, each.model_path)
+            for n, each in state.generations.items()
+        ],
         ranks=ranks,
         notes=[(cohort, name, value) for (cohort, name), value in service.notes.items()],
     )
@@ -222,19 +228,35 @@ def _restore(service: MemoryService, ledger: Ledger, found: dict[str, int]) -> i
         except (KeyError, SharedMemoryError, GmsFrameError, msgspec.MsgspecError) as error:
             logger.warning("generation %d is not adopted, as it is not whole: %s", each.number, error)
             continue
-        for held in ranks:
-            place = f"{held.generation}/{held.rank}"
-            service.store.ranks[held.generation, held.rank] = RankSlabs(
-                device=held.device,
-                sizes=held.sizes,
-                descriptors=[os.dup(found[f"slab/{place}/{n}"]) for n in range(len(held.sizes))],
-                manifest=unpacked(found[f"manifest/{place}"]),
-            )
-        state.generations[each.number] = WeightsGeneration(key=each.key, is_loaded=each.is_loaded)
+        state.generations[each.number] = WeightsGeneration(
+            key=each.key,
+            is_loaded=each.is_loaded,
+            cohort=each.cohort,
+            slabs=tuple(
+                _adopt_rank(service, held, found) for held in sorted(ranks, key=lambda held: held.rank)
+            ),
+            version=each.version,
+            model_path=each.model_path,
+        )
     for cohort in ledger.cohorts:
         current = cohort.current if cohort.current in state.generations else None
         state.cohorts[cohort.name] = Cohort(current=current, epoch=cohort.epoch)
     return len(state.generations)
+
+
+def _adopt_rank(service: MemoryService, held: HeldRank, found: dict[str, int]) -> tuple[int, ...]:
+    """Give a service the slabs of a rank, and return them as the lock knows them."""
+    place = f"{held.generation}/{held.rank}"
+    slabs = RankSlabs(
+        device=held.device,
+        sizes=held.sizes,
+        descriptors=[os.dup(found[f"slab/{place}/{n}"]) for n in range(len(held.sizes))],
+        manifest=unpacked(found[f"manifest/{place}"]),
+    )
+    for size, descriptor in zip(slabs.sizes, slabs.descriptors, strict=True):
+        service.store.add(held.device, size, descriptor)
+    service.store.ranks[held.generation, held.rank] = slabs
+    return tuple(slabs.descriptors)
 
 
 def _check_rank(service: MemoryService, held: HeldRank, found: dict[str, int]) -> None:

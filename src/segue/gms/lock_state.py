@@ -6,7 +6,13 @@ generation that was loaded from files; one that came from a weight update belong
 
 A *lease* is what an engine was granted: to write a new generation (RW) or to read one (RO). Rank 0 asks for
 it, the other ranks join it. Readers *pin* their generation, and a generation is freed once it is neither
-pinned nor current. Nothing here does I/O. :mod:`segue.gms.fsm` has the transitions.
+pinned nor current.
+
+A rank's weights are in *slabs*, which are numbers here. A lease that updates weights takes new slabs for what
+changes, and shares the others with its parent, the current generation. A slab is freed once no generation and
+no lease has it; one that a process may still write to is in *quarantine* until that process has gone.
+
+Nothing here does I/O. :mod:`segue.gms.fsm` has the transitions.
 """
 
 from __future__ import annotations
@@ -16,12 +22,13 @@ from math import inf
 from typing import Literal
 
 AskMode = Literal["rw", "ro", "rw_or_ro"]
-DropReason = Literal["gone", "aborted", "stalled", "stale_epoch"]
+DropReason = Literal["gone", "aborted", "abandoned", "stalled", "stale_epoch"]
 # committed: there are weights already. nothing: there are none to update. mismatch: they are of another key.
-# pinned: a retired generation is still read. stale_epoch: a newer engine of the cohort has taken over.
+# pinned: a retired generation of the cohort is still read. stale_epoch: a newer engine has taken over.
 # timeout: the wait is over. busy: the session waits already, or has a lease. lease: the lease is not one of
 # this session. rank: the rank is taken, or the lease has no such rank. unsealed: a rank has not sealed its
-# slabs. generation: there is no such committed generation.
+# slabs. generation: there is no such committed generation. slabs: the slabs of a sealed rank are neither its
+# own ones nor those of the parent at the same places.
 RefusalCode = Literal[
     "committed",
     "nothing",
@@ -34,6 +41,7 @@ RefusalCode = Literal[
     "rank",
     "unsealed",
     "generation",
+    "slabs",
 ]
 
 
@@ -61,6 +69,15 @@ class JoinEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeEvent:
+    """A rank of a lease to write has got new slabs."""
+
+    session: int
+    lease: int
+    slabs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeatEvent:
     """A rank that loads reports its bytes so far."""
 
@@ -75,6 +92,7 @@ class SealEvent:
 
     session: int
     lease: int
+    slabs: tuple[int, ...]  # all of the rank's, in their order: new ones, and those of the parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +101,8 @@ class FlipEvent:
 
     session: int
     lease: int
+    version: str = ""
+    model_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +111,18 @@ class AbortEvent:
 
     session: int
     lease: int
+    is_abandoned: bool = False  # its process may still write to its slabs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenameEvent:
+    """An engine gives the current generation of its cohort another version."""
+
+    session: int
+    cohort: str
+    generation: int
+    epoch: int  # of the engine
+    version: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +165,12 @@ class TickEvent:
 WeightsEvent = (
     AskEvent
     | JoinEvent
+    | TakeEvent
     | BeatEvent
     | SealEvent
     | FlipEvent
     | AbortEvent
+    | RenameEvent
     | PinEvent
     | UnpinEvent
     | ClaimEvent
@@ -178,11 +212,11 @@ class DoneEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitEffect:
-    """A generation is its cohort's current one; ``readers`` still have the one before."""
+    """A generation is its cohort's current one, or has another version; its ``readers`` are to be told."""
 
     cohort: str
     generation: int
-    readers: tuple[int, ...]
+    readers: tuple[int, ...]  # those that have the generation before, or this one if it was renamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +227,7 @@ class DropEffect:
     lease: int
     sessions: tuple[int, ...]
     reason: DropReason
+    slabs: tuple[int, ...]  # that are freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +235,19 @@ class ReclaimEffect:
     """A committed generation is freed: nobody reads it, and it is no cohort's current one."""
 
     generation: int
+    slabs: tuple[int, ...]  # that are freed: no other generation has them
 
 
-WeightsEffect = GrantEffect | RefuseEffect | DoneEffect | CommitEffect | DropEffect | ReclaimEffect
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseEffect:
+    """Slabs leave the quarantine, and are freed: the process that may have written to them has gone."""
+
+    slabs: tuple[int, ...]
+
+
+WeightsEffect = (
+    GrantEffect | RefuseEffect | DoneEffect | CommitEffect | DropEffect | ReclaimEffect | ReleaseEffect
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +258,8 @@ class RankState:
     is_sealed: bool = False
     num_bytes: int = 0  # that it has loaded
     due: float = inf  # when its lease is lost unless it makes progress
+    own: tuple[int, ...] = ()  # the slabs that were made for it
+    slabs: tuple[int, ...] = ()  # once it is sealed: all of its slabs, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +293,10 @@ class WeightsGeneration:
 
     key: str
     is_loaded: bool  # from files, so that other cohorts may use it; otherwise it came from an update
+    cohort: str  # that has made it
+    slabs: tuple[tuple[int, ...], ...]  # of each rank
+    version: str = ""  # of the weights, as clients call it
+    model_path: str | None = None  # where an update has read the weights; None: they came otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +316,7 @@ class WeightsState:
     leases: dict[int, WeightsLease] = field(default_factory=dict)
     pins: frozenset[tuple[int, int]] = frozenset()  # (session, generation)
     waiting: tuple[AskEvent, ...] = ()  # in the order in which they came
+    quarantine: frozenset[tuple[int, int]] = frozenset()  # (session that may still write to it, slab)
     serial: int = 0  # the last number of a lease or generation
 
     def copy(self) -> WeightsState:
@@ -275,6 +327,7 @@ class WeightsState:
             dict(self.leases),
             self.pins,
             self.waiting,
+            self.quarantine,
             self.serial,
         )
 
@@ -290,6 +343,16 @@ class WeightsState:
         """Return the lease by which an engine of any cohort loads the weights of a key."""
         loading = (each for each in self.leases.values() if each.is_rw and each.parent is None)
         return next((each for each in loading if each.key == key), None)
+
+    def retired(self, cohort: str) -> list[int]:
+        """Return the generations that a cohort has made, and that are no cohort's current one any more."""
+        currents = {each.current for each in self.cohorts.values()}
+        made = (number for number, each in self.generations.items() if each.cohort == cohort)
+        return [number for number in made if number not in currents]
+
+    def slabs_in_generations(self) -> set[int]:
+        """Return the slabs of all committed generations."""
+        return {slab for each in self.generations.values() for rank in each.slabs for slab in rank}
 
     def loaded(self, key: str) -> int | None:
         """Return the generation that was loaded from files with a key."""

@@ -51,7 +51,6 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: WeightsIdentity
     digests: list[int] = []  # of each slab, once it is complete
-    weight_version: str | None = None
     segue: str = ""  # the version that wrote it
 
 

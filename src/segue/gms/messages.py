@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from segue.gms.lock_state import AskMode
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 64 << 10  # bytes of a message
 MAX_DESCRIPTORS = 64  # of a message
 MAX_SESSIONS = 256
@@ -26,6 +26,7 @@ MAX_RANKS = 64
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Version = Annotated[str, Meta(max_length=4096)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 NoteText = Annotated[bytes, Meta(max_length=32 << 10)]
 Tag = Literal[
@@ -72,7 +73,7 @@ class JoinLease(Message, frozen=True):
 
 
 class AllocateSlabs(Message, frozen=True):
-    """Takes memory for a rank of a lease to write. Replies: one or more :class:`SlabsGiven`."""
+    """Takes more memory for a rank of a lease to write. Replies: one or more :class:`SlabsGiven`."""
 
     lease: Number
     sizes: Annotated[list[Annotated[int, Meta(gt=0, lt=1 << 48)]], Meta(max_length=MAX_SLABS)]
@@ -94,21 +95,37 @@ class GetManifest(Message, frozen=True):
 
 
 class SealRank(Message, frozen=True):
-    """Says that a rank's slabs are complete and unmapped; its manifest is with it. Reply: RankSealed."""
+    """Says that a rank's slabs are complete and unmapped; its manifest is with it. Reply: RankSealed.
+
+    The slabs that were taken fill the places of the manifest's slabs, in their order, but for `shared`: these
+    have the slabs of the generation that the lease updates.
+    """
 
     lease: Number
+    shared: Annotated[list[Number], Meta(max_length=MAX_SLABS)] = []
 
 
 class CommitLease(Message, frozen=True):
     """Makes a lease's generation the cohort's current one. The reply is :class:`GenerationNumber`."""
 
     lease: Number
+    weight_version: Version
+    model_path: Version | None = None  # where an update has read the weights
 
 
 class AbortLease(Message, frozen=True):
     """Gives a lease to write up. The reply is :class:`CallDone`."""
 
     lease: Number
+    is_abandoned: bool = False  # the process may still write to its slabs, so nobody else gets their memory
+
+
+class RenameGeneration(Message, frozen=True):
+    """Gives the current generation another version. The reply is :class:`GenerationNumber`."""
+
+    generation: Number
+    epoch: Number
+    weight_version: Version
 
 
 class ReportProgress(Message, frozen=True):
@@ -137,11 +154,15 @@ class ClaimEpoch(Message, frozen=True):
 
 
 class PutNote(Message, frozen=True):
-    """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds."""
+    """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds.
+
+    A note that sessions keep is gone with the last session that has asked for it by `keeps`.
+    """
 
     name: Name
     value: NoteText
     expect: NoteText | None = None  # None: it must not be there
+    keeps: bool = False
 
 
 class GetNote(Message, frozen=True):
@@ -170,6 +191,7 @@ Request = (
     | SealRank
     | CommitLease
     | AbortLease
+    | RenameGeneration
     | ReportProgress
     | PinGeneration
     | UnpinGeneration
@@ -199,6 +221,8 @@ class WeightsGranted(Message, frozen=True):
     generation: Number
     mode: Literal["rw", "ro"]
     parent: Number | None = None
+    weight_version: Version = ""  # of a generation to read
+    model_path: Version | None = None
 
 
 class SlabsGiven(Message, frozen=True):
@@ -276,9 +300,11 @@ class StillWaiting(Message, frozen=True):
 
 
 class GenerationChanged(Message, frozen=True):
-    """A notice: the cohort has a new current generation."""
+    """A notice: the cohort has a new current generation, or its current one has another version."""
 
     generation: Number
+    weight_version: Version
+    model_path: Version | None = None
 
 
 class LeaseLost(Message, frozen=True):

@@ -1,10 +1,13 @@
-"""The slabs of the memory service: their descriptors, per generation and rank. It maps none of them."""
+"""The slabs of the memory service: their descriptors, per generation and rank. It maps none of them.
+
+A descriptor is in several generations if a slab is. The lock knows who has which, and says what is freed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -19,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, kw_only=True)
 class RankSlabs:
-    """The slabs of one rank of a generation."""
+    """The slabs of one rank of a generation, or of a lease to write that is not sealed yet."""
 
     device: str
     sizes: list[int] = field(default_factory=list)
@@ -34,6 +37,7 @@ class SlabStore:
         """Serve the devices of `vmms`, by their names."""
         self.vmms = vmms
         self.ranks: dict[tuple[int, int], RankSlabs] = {}  # by generation and rank
+        self._sizes: dict[int, tuple[str, int]] = {}  # the device and the bytes of each slab
         self._threads = {
             name: ThreadPoolExecutor(1, thread_name_prefix=f"segue-gms-{name[:8]}") for name in vmms
         }
@@ -67,25 +71,26 @@ class SlabStore:
                 raise
             return made
 
-        return await self.on_device(device, work)
+        made = await self.on_device(device, work)
+        for descriptor, size in zip(made, sizes, strict=True):
+            self.add(device, size, descriptor)
+        return made
 
-    async def seal(self, slabs: RankSlabs) -> None:
-        """Make the contents of a rank's slabs final.
+    async def seal(self, device: str, descriptors: Sequence[int]) -> None:
+        """Make the contents of slabs final.
 
         Raises:
             SlabInUseError: a process still has one of them mapped for writing.
         """
-        vmm = self.vmms[slabs.device]
-        copies = [
-            os.dup(descriptor) for descriptor in slabs.descriptors
-        ]  # the slabs may be dropped meanwhile
+        vmm = self.vmms[device]
+        copies = [os.dup(descriptor) for descriptor in descriptors]  # the slabs may be freed meanwhile
 
         def work() -> None:
             for descriptor in copies:
                 vmm.seal(descriptor)
 
         try:
-            await self.on_device(slabs.device, work)
+            await self.on_device(device, work)
         finally:
             close(copies)
 
@@ -93,33 +98,43 @@ class SlabStore:
         """Yield the ranks of a generation, and their slabs."""
         return ((rank, slabs) for (number, rank), slabs in self.ranks.items() if number == generation)
 
-    def drop(self, generation: int) -> int:
-        """Give up the descriptors of a generation; a process that has a slab mapped keeps it.
+    def drop(self, generation: int, freed: Collection[int]) -> int:
+        """Forget a generation, and give up those of its descriptors that are `freed`.
 
-        Returns the number of bytes.
+        A process that has a slab mapped keeps it. Returns the number of bytes of the freed slabs.
         """
-        num_bytes = 0
         for key in [key for key in self.ranks if key[0] == generation]:
-            slabs = self.ranks.pop(key)
-            close(slabs.descriptors)
-            num_bytes += sum(slabs.sizes)
-        return num_bytes
+            del self.ranks[key]
+        return self.free(freed)
+
+    def free(self, descriptors: Collection[int]) -> int:
+        """Give slabs up; returns the number of their bytes."""
+        close(list(descriptors))
+        return sum(self._sizes.pop(descriptor)[1] for descriptor in descriptors)
+
+    def add(self, device: str, size: int, descriptor: int) -> None:
+        """Keep a slab, which was made elsewhere."""
+        self._sizes[descriptor] = device, size
 
     @property
     def num_slabs(self) -> int:
         """The number of all slabs."""
-        return sum(len(slabs.sizes) for slabs in self.ranks.values())
+        return len(self._sizes)
+
+    def size_of(self, descriptor: int) -> int:
+        """Return the bytes of a slab."""
+        return self._sizes[descriptor][1]
 
     def bytes_by_device(self) -> dict[str, int]:
         """Return the bytes of the slabs of each device."""
         found = dict.fromkeys(self.vmms, 0)
-        for slabs in self.ranks.values():
-            found[slabs.device] += sum(slabs.sizes)
+        for device, size in self._sizes.values():
+            found[device] += size
         return found
 
     def close(self) -> None:
         """Give everything up."""
-        for generation in {number for number, _ in self.ranks}:
-            self.drop(generation)
+        self.ranks.clear()
+        self.free(list(self._sizes))
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
