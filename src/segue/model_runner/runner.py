@@ -94,13 +94,13 @@ class ModelRunner:
         """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
-    def wake(self) -> None:
-        """Take what the runner lacks in order to serve, on the stream of the steps.
+    def wake(self, epoch: int = 0) -> None:
+        """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
 
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
         """
-        self.on_stream(self._startup.memory.wake)
+        self.on_stream(partial(self._startup.memory.wake, epoch))
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""
@@ -120,7 +120,6 @@ class ModelRunner:
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
-            is_read_only=config.shares_weights,
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:
