@@ -44,6 +44,11 @@ def take_default_signals() -> None:
 take_default_signals()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, so that no process is left with one of them at the end."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def transformers_imports_torch() -> bool:
     """Whether the installed transformers imports torch with a tokenizer, as 5.17 does, and so Segue does."""

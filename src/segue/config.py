@@ -35,6 +35,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
 SERVER_GROUPS = ("Server", "Failover")  # options that only `segue serve` takes
+MOST_SHADOWS = 8  # engines that stand by for one
 SYSTEM_PORT = 9090  # of an engine that stands by, unless another one is given
 
 _model = partial(option, group="Model")
@@ -341,6 +342,13 @@ class EngineConfig(Options):
         "Directory that the engines of a cohort share, for the lock of the one that serves and for notes; "
         "needed with --shadow-mode.",
     )
+    num_shadows: int = _failover(
+        0,
+        "Number of engines with equal options that stand by on the same device: --memory-ratio is for all of "
+        "them and this one together. Weights that they share count once.",
+        minimum=0,
+        maximum=MOST_SHADOWS,
+    )
     cohort: str = _failover(
         "default", "Name of the engines that can serve in each other's place.", check=check_name
     )
@@ -350,12 +358,13 @@ class EngineConfig(Options):
     gms_dir: str | None = _failover(
         None,
         "Directory of the memory service (segue gms serve), which then keeps the weights: one engine of a "
-        "cohort loads them, and the others read the same memory. Default: a copy per engine.",
+        "cohort loads them, and the others read the same memory. Default: with --shadows a service of their "
+        "own, unless --enable-memory-saver is given, which needs weights per engine; else a copy per engine.",
     )
     gms_mode: GmsMode = _failover(
         "rw_or_ro",
         "How the weights of --gms-dir are asked for: 'rw_or_ro': load them if nobody has; 'rw': load them, "
-        "or end; 'ro': wait until another engine has loaded them; 'off': do not use the service.",
+        "or end; 'ro': wait until another engine has loaded them; 'off': a copy per engine.",
     )
     gms_token: str | None = _failover(
         None, "Token of the memory service, if it was started with one.", check=check_key

@@ -32,6 +32,7 @@ def children(environ: dict[str, str] | None = None, gpus: str = "", **options: A
         worker_ports=PORTS[: config.size.num_engines],
         system_ports=SYSTEM_PORTS[: config.size.num_engines] if config.size.shadows else [],
         failover_dir="/run/failover",
+        gms_dir="/run/gms",
     )
     return {each.name: each for each in make_children(config, host, ["segue"])}
 
@@ -159,7 +160,7 @@ def test_workers_on_gpus_see_their_own_first_and_those_they_copy_to(
 
 def test_with_shadows_engines_differ_in_name_and_ports_alone() -> None:
     found = children(workers=1, shadows=1)
-    assert list(found) == ["engine-a", "engine-b", "router"]
+    assert list(found) == ["gms-holder", "gms", "engine-a", "engine-b", "router"]
     a, b = words(found["engine-a"]), words(found["engine-b"])
     own = {"--engine-id", "--port", "--system-port"}
     assert {name for name in a if a[name] != b[name]} == own and a.keys() == b.keys()
@@ -183,13 +184,15 @@ def test_with_shadows_children_have_the_probes_of_the_manifest() -> None:
     assert health is not None and health.probes == pod["router"].probes and health.ports == {"http": 40000}
     assert all(child.health is None for child in children(workers=2).values())
     pauses = {name: child.restart_after_s for name, child in found.items()}
-    assert pauses == {"engine-a": 3.0, "engine-b": 3.0, "router": 0.0}
+    assert pauses == {"gms-holder": 0.0, "gms": 0.0, "engine-a": 3.0, "engine-b": 3.0, "router": 0.0}
 
 
 def test_each_worker_of_a_cluster_is_a_cohort_with_its_own_shadows() -> None:
     found = children(prefill=1, decode=1, shadows=1)
-    assert list(found) == ["prefill-0-a", "prefill-0-b", "decode-0-a", "decode-0-b", "router"]
-    cohorts = {name: words(child).get("--cohort") for name, child in found.items()}
+    engines = ["prefill-0-a", "prefill-0-b", "decode-0-a", "decode-0-b"]
+    assert list(found) == ["gms-holder", "gms", *engines, "router"]
+    assert {words(found[name])["--gms-dir"] for name in engines} == {"/run/gms"}, "one copy for all of them"
+    cohorts = {name: words(found[name]).get("--cohort") for name in engines}
     assert cohorts["prefill-0-a"] == cohorts["prefill-0-b"] == "prefill-0"
     assert cohorts["decode-0-a"] == "decode-0"
     assert words(found["decode-0-b"])["--role"] == "decode"
@@ -203,6 +206,34 @@ def test_shadows_share_their_workers_gpus_and_cores() -> None:
     ]
     assert gpus == ["0", "0", "1", "1"]
     assert found["worker-0-a"].environment["OMP_NUM_THREADS"] == "4", "a parked engine needs no core"
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [("", "cpu"), ("01", "all")])
+def test_shadows_share_weights_that_a_service_of_their_own_keeps(gpus: str, devices: str) -> None:
+    found = children(workers=1, shadows=2, memory_ratio=0.6, gms_token="secret", gpus=gpus)
+    for name in ("engine-a", "engine-b", "engine-c"):
+        given = words(found[name])
+        assert (given["--gms-dir"], given["--num-shadows"]) == ("/run/gms", "2")
+        assert given["--memory-ratio"] == "0.6", "which is for all three of them"
+    service, holder = found["gms"], found["gms-holder"]
+    assert service.command[-2:] == ("serve", f"--devices={devices}") and holder.command[-1] == "hold"
+    for child in (service, holder):
+        assert child.environment["SEGUE_GMS_DIR"] == "/run/gms"
+        assert child.environment["SEGUE_GMS_TOKEN"] == "secret"
+        assert child.stage < found["engine-a"].stage, "engines end first"
+
+
+@pytest.mark.parametrize(
+    ("options", "directory"),
+    [({"gms_mode": "off"}, None), ({"enable_memory_saver": True}, None), ({"gms_dir": "/mine"}, "/mine")],
+)
+def test_no_service_is_started_for_engines_that_cannot_or_shall_not_use_it(
+    options: dict[str, Any], directory: str | None
+) -> None:
+    found = children(workers=1, shadows=1, **options)
+    assert "gms" not in found and "gms-holder" not in found
+    assert words(found["engine-a"]).get("--gms-dir") == directory
+    assert "gms" not in children(workers=1), "without shadows nobody shares"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from segue.children import RestartRule
 from segue.cluster.supervisor import (
     TABLE,
     Child,
@@ -23,8 +24,8 @@ WAITING, STARTING, READY, DRAINING, STOPPING, ENDED = ChildState
 DUE, PROBED, DIED, EXITED, UNHEALTHY, DRAIN, STOP = ChildEvent
 NOTHING, START, TERM, INTERRUPT, KILL = ChildAction
 RULES = SupervisorRules(
-    drain_s=10.0, stop_s=5.0, backoff_s=0.5, max_backoff_s=4.0, steady_s=60.0
-)  # fmt: skip
+    drain_s=10.0, stop_s=5.0, restart=RestartRule(backoff_s=0.5, max_backoff_s=4.0, steady_s=60.0)
+)
 
 # state: what each event leads to; events that are left out change nothing.
 EXPECTED = {
@@ -142,11 +143,49 @@ def test_a_thousand_deaths_are_no_overflow() -> None:
 @pytest.mark.parametrize(("lasted", "pause"), [(59.9, 0.5), (60.0, 0.0)])
 def test_a_steady_time_forgets_earlier_deaths(lasted: float, pause: float) -> None:
     supervisor = ready("a")
-    supervisor.exited("a", "with exit code 1", 0.0)
-    supervisor.advance(0.0)
+    supervisor.exited("a", "with exit code 1", 99.0)
+    supervisor.advance(99.0)
     supervisor.probed("a", 100.0)
     supervisor.exited("a", "with exit code 1", 100.0 + lasted)
     assert supervisor.wake_at == 100.0 + lasted + pause
+
+
+def test_a_child_must_be_ready_for_as_long_as_its_start_took() -> None:
+    for lasted, pause in ((99.9, 0.5), (100.0, 0.0)):
+        supervisor = ready("a")
+        supervisor.exited("a", "with exit code 1", 0.0)
+        supervisor.advance(0.0)
+        supervisor.probed("a", 100.0)
+        supervisor.exited("a", "with exit code 1", 100.0 + lasted)
+        assert supervisor.wake_at == 100.0 + lasted + pause
+
+
+def test_a_kill_by_the_probes_does_not_shorten_the_time_that_a_child_was_ready() -> None:
+    supervisor = ready("a")
+    supervisor.exited("a", "with exit code 1", 0.0)
+    supervisor.advance(0.0)
+    supervisor.probed("a", 1.0)
+    supervisor.unhealthy("a", 100.0)
+    supervisor.exited("a", "by signal SIGKILL", 100.1)
+    assert supervisor.wake_at == 100.1
+
+
+def test_five_hundred_takeovers_have_no_growing_pauses() -> None:
+    """Two engines are killed in turn, as soon as the other one stands by: neither is in a crash loop."""
+    names, now, pauses = ["a", "b"], 0.0, []
+    supervisor = Supervisor(dict.fromkeys(names, 0), SupervisorRules(drain_s=10.0), now, {"a": 3.0, "b": 3.0})
+    supervisor.advance(now)
+    for name in names:
+        supervisor.probed(name, now := now + 4.0)
+    for number in range(500):
+        victim = names[number % 2]
+        supervisor.exited(victim, "by signal SIGKILL", now)
+        due = supervisor.wake_at
+        assert due is not None
+        pauses.append(due - now)
+        supervisor.advance(due)
+        supervisor.probed(victim, now := due + 4.0)
+    assert set(pauses) == {3.0}
 
 
 def test_time_spent_starting_is_not_steady() -> None:

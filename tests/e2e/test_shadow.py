@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -50,6 +53,38 @@ def recorded_in(directory: Path) -> list[str]:
             await backend.close()
 
     return asyncio.run(found())
+
+
+class RegistrationLog:
+    """A router that notes who registers at it. It ends with the ``with`` block."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        bodies = self.bodies
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> RegistrationLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 def test_a_shadow_wakes_when_the_active_engine_is_killed(tiny_model: Path, cohort: Path) -> None:
@@ -121,10 +156,16 @@ def test_a_shadow_that_waits_for_the_lock_is_not_woken_by_hand(tiny_model: Path,
         assert (refused.status_code, "--wake lock" in refused.text) == (403, True)
         shadow.process.send_signal(signal.SIGTERM)
         assert shadow.process.wait(10) == 0
-    with ShadowProcess(tiny_model, cohort, "a", wake="lock") as shadow:
+    with (
+        RegistrationLog() as router,
+        ShadowProcess(tiny_model, cohort, "a", wake="lock", register=router.url) as shadow,
+    ):
         shadow.until("standby")
+        assert router.bodies == []
         lock.release()
         shadow.until("active")
+        wait_until(lambda: router.bodies, "its registration")
+        assert (router.bodies[0]["url"], router.bodies[0]["epoch"]) == (shadow.url, 1)
 
 
 class Watcher:
@@ -175,10 +216,10 @@ def engines() -> Iterator[ExitStack]:
 def test_a_wake_that_hangs_ends_the_engine_in_time(
     tiny_model: Path, tmp_path: Path, engines: ExitStack
 ) -> None:
-    hangs = {}
+    hangs, router = {}, engines.enter_context(RegistrationLog())
     for how, rank in (("sleep", 0), ("gil", 0), ("stop", 1)):
         environment = {"FAKE_WAKE": how, "FAKE_WAKE_RANK": str(rank)}
-        shadow = ShadowProcess(tiny_model, tmp_path / how, "a", environment, **MANUAL)
+        shadow = ShadowProcess(tiny_model, tmp_path / how, "a", environment, register=router.url, **MANUAL)
         hangs[f"{how} of rank {rank}"] = engines.enter_context(shadow)
     for what, shadow in hangs.items():
         shadow.until("standby")
@@ -187,6 +228,7 @@ def test_a_wake_that_hangs_ends_the_engine_in_time(
     assert lock.try_acquire(), "the next engine can have the lock"
     lock.release()
     assert [recorded_in(tmp_path / how) for how in ("sleep", "gil", "stop")] == [[]] * 3
+    assert router.bodies == []
 
 
 HANGS = """
@@ -202,16 +244,17 @@ sys.exit(program.main())
 def test_a_frontend_that_hangs_in_a_wake_ends_with_its_ranks(
     tiny_model: Path, tmp_path: Path, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs = {}
+    hangs, router = {}, engines.enter_context(RegistrationLog())
     for name, how in (("sleep", SLEEP), ("gil", HOLD_GIL)):
         program = tmp_path / f"{name}.py"
         program.write_text(HANGS.format(how=how))
         monkeypatch.setattr("tests.support.shadows.PROGRAM", str(program))
-        shadow = ShadowProcess(tiny_model, tmp_path / name, "a", **MANUAL)
+        shadow = ShadowProcess(tiny_model, tmp_path / name, "a", register=router.url, **MANUAL)
         hangs[f"{name} of the front"] = engines.enter_context(shadow)
     for what, shadow in hangs.items():
         shadow.until("standby")
         wake_and_wait(shadow, what)
+    assert router.bodies == []
 
 
 def test_a_wake_that_fails_leaves_the_lock_to_the_next_engine(

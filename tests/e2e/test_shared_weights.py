@@ -15,6 +15,7 @@ import pytest
 
 from segue.gms.messages import ServiceEvent
 from tests.e2e.served import Served, serve
+from tests.e2e.slabs import slabs_of
 from tests.gms import running as gms
 from tests.launch.test_processes import is_alive
 
@@ -47,23 +48,6 @@ def tokens(engine: Served) -> list[list[int]]:
     return [each["output_ids"] for each in reply.json()]
 
 
-def slabs_of(engine: Served) -> tuple[int, int, set[str]]:
-    """The bytes of slabs that an engine's ranks map, their share of them (PSS), and the permissions."""
-    size, share, permissions = 0, 0, set()
-    for pid in engine.workers():
-        is_slab = False
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-                is_slab = "segue-slab" in line
-                if is_slab:
-                    permissions.add(line.split()[1])
-            elif is_slab and line.startswith("Size:"):
-                size += int(line.split()[1]) << 10
-            elif is_slab and line.startswith("Pss:"):
-                share += int(line.split()[1]) << 10
-    return size, share, permissions
-
-
 def events(directory: Path) -> list[ServiceEvent]:
     """What has happened in the service."""
     with gms.target(directory, tag="watch") as client:
@@ -90,7 +74,7 @@ def kill(engine: Served) -> None:
 def expected(tiny_model: Path) -> list[list[int]]:
     """The tokens of an engine that has weights of its own."""
     with serve(*options(tiny_model)) as engine:
-        assert slabs_of(engine)[0] == 0
+        assert slabs_of(engine.workers())[0] == 0
         return tokens(engine)
 
 
@@ -110,7 +94,7 @@ def test_two_engines_read_one_copy_of_the_weights(
         assert found.count("ro_granted") >= tp, found
         other = [*given, "--dtype", "bfloat16"]  # of two options with the same name the last one counts
         stranger = refused_start(*other) if tp == 1 else None
-        mapped = [slabs_of(engine) for engine in (first, second)]
+        mapped = [slabs_of(engine.workers()) for engine in (first, second)]
         copy = mapped[0][0]
         assert copy > 0 and [size for size, _, _ in mapped] == [copy, copy]
         assert sum(share for _, share, _ in mapped) <= 1.02 * copy, mapped

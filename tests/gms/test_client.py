@@ -264,6 +264,17 @@ def test_an_update_makes_a_generation_beside_the_current_one(directory: Path) ->
         assert refusal(lambda: active.commit(older.lease)).code == "lease"
 
 
+def test_a_note_that_sessions_keep_ends_with_the_last_of_them(directory: Path) -> None:
+    with target(directory, cohort="kept") as watch:
+        with target(directory, cohort="kept") as second:
+            with target(directory, cohort="kept") as first:
+                assert first.put_note("sizes", b"a", keeps=True) == b"a"
+                assert second.put_note("sizes", b"b", keeps=True) == b"a"
+            until(lambda: "session_ended" in [each.kind for each in watch.events()], "the first has gone")
+            assert watch.note("sizes") == b"a"
+        until(lambda: watch.note("sizes") is None, "the note is still there")
+
+
 def test_a_note_is_kept_as_first_written(directory: Path) -> None:
     with target(directory, cohort="notes") as first, target(directory, cohort="notes") as second:
         assert first.put_note("geometry", b"a") == b"a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from segue.errors import MemoryServiceError
@@ -12,11 +13,15 @@ from tests.gms.running import SLAB, end, manifest, start, target, until
 
 
 def children(process: subprocess.Popen[bytes]) -> dict[str, int]:
-    """The process ids of the children, by their commands."""
+    """The process ids of the children, by their commands; one that was forked just now has none yet."""
     found = {}
+    own = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        found[words[3].decode() if len(words) > 3 else "?"] = int(pid)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            words = [b"", *command.split(b"\0")]
+            if command != own and words[-2] in (b"serve", b"hold"):
+                found[words[-2].decode()] = int(pid)
     return found
 
 
@@ -39,33 +44,35 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path) -> 
         generation = load(tmp_path / "d")
         for command in ("serve", "hold", "serve"):
             with target(tmp_path / "d", tag="watch") as client:
+                until(lambda: len(children(process)) == 2, "both children run")
+                until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
                 before = children(process)[command]
                 os.kill(before, signal.SIGKILL)
                 until(lambda c=command, b=before: children(process).get(c, b) != b, "it is not started")
                 if command == "serve":
                     until(lambda: client.is_lost, "the killed service answers")
             until(lambda: current(tmp_path / "d") == generation, "the weights are lost")
-            until(lambda: num_memfds(children(process)["hold"]) >= 3, "the holder has nothing")
         assert process.poll() is None
     finally:
         end(process)
     assert process.returncode == 0
 
 
-def num_memfds(pid: int) -> int:
+def num_memfds(pid: int | None) -> int:
+    if pid is None:
+        return 0
     folder = f"/proc/{pid}/fd"
     names = []
     for number in os.listdir(folder):
-        try:
+        with suppress(FileNotFoundError):
             names.append(os.readlink(f"{folder}/{number}"))
-        except FileNotFoundError:
-            continue
     return sum("memfd:" in name for name in names)
 
 
 def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:
     process = start(tmp_path / "d", "--devices", "cpu", "--on-child-exit", "exit")
     target(tmp_path / "d", tag="watch").close()
+    until(lambda: len(children(process)) == 2, "both children run")
     os.kill(children(process)["hold"], signal.SIGKILL)
     assert process.wait(30) == 1
     try:

@@ -15,7 +15,6 @@ from segue.launch.shared_weights import check_shared_weights
     ("options", "embedded", "param"),
     [
         ({"enable_memory_saver": True}, False, "enable_memory_saver"),
-        ({"role": "prefill", "pd_key": "k" * 16}, False, "role"),
         ({}, True, "gms_dir"),
     ],
 )

@@ -11,6 +11,7 @@ from segue.memory.budget import (
     Reserve,
     afford_graphs,
     agree_on_free,
+    check_standby,
     formula_pages,
     plan_pages,
 )
@@ -40,6 +41,25 @@ def test_formula_rounds_pages_down():
 def test_formula_splits_a_shared_memory_over_local_ranks():
     # 8,800,000 - 2 * 3,800,000 = 1,200,000: 600 pages each, one is scratch
     assert formula_pages(replace(CUDA, local_ranks=2)) == 599
+
+
+def test_formula_splits_a_device_over_engines_that_have_a_copy_of_the_weights_each():
+    # 8,800,000 - 2 * 3,800,000 = 1,200,000: 600 pages each, one is scratch
+    assert formula_pages(replace(CUDA, num_engines=2)) == 599
+
+
+def test_formula_counts_weights_that_engines_share_once():
+    # 8,800,000 - 3,000,000 - 2 * 800,000 = 4,200,000: 2100 pages each, one is scratch
+    assert formula_pages(replace(CUDA, num_engines=2, is_arena_shared=True)) == 2099
+    # 8,800,000 - 2 * (3,000,000 + 800,000) leaves 1,200,000 for two ranks: one engine has no other one
+    assert formula_pages(replace(CUDA, local_ranks=2, is_arena_shared=True)) == 599
+
+
+def test_an_engine_that_cannot_have_the_pages_of_the_others_is_told_how_much_is_missing():
+    # KV, and the reserve of 800,000 without 20,000 of packed copies, which were made with the weights
+    check_standby(CUDA, 5_780_000, kv_bytes=5_000_000)
+    with pytest.raises(OutOfMemoryError, match=r"1\.0 MiB are missing.*--num-shadows"):
+        check_standby(CUDA, 5_780_000 - (1 << 20), kv_bytes=5_000_000)
 
 
 def test_graphs_must_leave_at_least_as_much_to_kv_as_they_take():

@@ -19,6 +19,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, ModelFileError, WeightsMismatchError
 from segue.gms.client import GmsTarget
 from segue.memory.arena import Arena, Layout, TensorSpec
+from segue.memory.geometry import KVGeometry
 from segue.model_runner.service_memory import ServiceMemory, identity_of
 from tests.gms import running as gms
 
@@ -47,12 +48,14 @@ def make(tiny_model: Path) -> Iterator[Callable[..., ServiceMemory]]:
         target = GmsTarget(
             directory=str(directory), cohort=cohort, rank=groups.tp.rank, size=groups.tp.size, connect_s=5.0
         )
+        shares_kv = fields.pop("shares_kv", False)
         memory = ServiceMemory(
             CPU,
             replace(target, **fields),
             "rw_or_ro",
             groups,
             lambda layout: identity_of(source, layout, groups.tp, dtype, seed=seed),
+            shares_kv=shares_kv,
         )
         made.append(memory)
         return memory
@@ -149,6 +152,33 @@ def test_all_ranks_get_the_weights_or_the_reason(
     assert isinstance(errors[0], WeightsMismatchError) and errors[0].param == "dtype"
     for error in errors:
         assert "dtype is 'float32', and this engine has 'bfloat16'" in error.message
+
+
+def test_the_first_engines_sizes_of_the_kv_cache_hold_until_the_last_engine_has_ended(
+    directory: Path, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    sizes = KVGeometry.of([100, 16, 1000, 1600, 8, 512])
+    others = replace(sizes, num_pages=70)
+
+    def in_rank(rank: int) -> list[KVGeometry | None]:
+        groups = connect(TPInfo(rank=rank, size=2), rendezvous=tmp_path / "rendezvous", device=CPU)
+        memory = make(directory, "sizes", groups)
+        return [memory.pinned_kv(), memory.pin_kv(sizes), memory.pinned_kv()]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(in_rank, range(2))) == [[None, sizes, sizes]] * 2
+    second = make(directory, "sizes")
+    assert second.pinned_kv() == sizes and second.pin_kv(others) == sizes
+    assert make(directory, "other sizes").pin_kv(others) == others
+
+
+def test_a_rank_that_hands_kv_over_has_a_kv_cache_that_others_can_map(
+    directory: Path, make: Callable[..., Any]
+) -> None:
+    for shares in (False, True):
+        memory = make(directory, "kv", shares_kv=shares)
+        assert memory.take_kv(1 << 20).numel() == 1 << 20
+        assert (memory.kv_descriptor is not None) == shares
 
 
 def test_a_file_that_is_replaced_makes_other_weights(tmp_path: Path, tiny_model: Path) -> None:

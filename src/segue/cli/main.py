@@ -23,8 +23,8 @@ from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.gms import gms_app
 from segue.cli.remote import Remote, control_app
-from segue.cluster.config import MOST_SHADOWS, ClusterConfig
-from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
+from segue.cluster.config import ClusterConfig
+from segue.config import MOST_SHADOWS, SERVER_GROUPS, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
 from segue.launch.processes import worker_environment
 from segue.listener import bind, listen

@@ -13,17 +13,20 @@ from typing import Any
 from segue.children import import_path
 from segue.cluster.config import ClusterConfig
 from segue.cluster.devices import share_gpus, threads_per_rank, visible_gpus
-from segue.cluster.probe import ReadinessProbe
+from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.cluster.processes import ChildSpec, HealthProbes
 from segue.config import EngineConfig, Role, TransportChoice
 from segue.failover.pod import Container, bundled_manifest, read_pod
+from segue.gms.supervisor import GMS_COMMAND
+from segue.gms.transport import HOLDER_SOCKET, SOCKET
 from segue.http_guard import is_loopback
 from segue.options import Options, spelling, variable
 from segue.router.config import RouterConfig
 
 WORKER_HOST = "127.0.0.1"
 ROUTER = "router"
-ROUTER_STAGE, WORKER_STAGE = 1, 0  # requests end while their workers still run
+MEMORY_SERVICE, MEMORY_HOLDER = "gms", "gms-holder"
+ROUTER_STAGE, WORKER_STAGE, MEMORY_STAGE = 1, 0, -1  # requests end while their workers still run
 SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key", "gms_token"}
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
@@ -45,6 +48,7 @@ class ClusterHost:
     worker_ports: Sequence[int]  # one per engine; they stay the same when an engine is started again
     system_ports: Sequence[int] = ()  # one per engine, if there are shadows
     failover_dir: str = ""  # of all cohorts, if there are shadows
+    gms_dir: str = ""  # of the memory service that is started for the engines, if they share their weights
 
 
 def make_children(
@@ -52,7 +56,8 @@ def make_children(
 ) -> list[ChildSpec]:
     """Return the workers, then the router. ``command`` is the command line of ``segue``.
 
-    With shadows, each worker is a cohort: several engines with equal options, of which one serves.
+    With shadows, each worker is a cohort: several engines with equal options, of which one serves. Before
+    them come the memory service and its holder, unless the user has one, or wants none.
 
     Each call draws new keys: one that the router needs for the workers, and, unless the user has set it, one
     for handing KV over.
@@ -67,7 +72,8 @@ def make_children(
     shares = share_gpus(host.gpus, config.engine.device, config.engine.tp, len(workers))
     num_each = 1 + config.size.shadows
     probes = read_pod(bundled_manifest()) if config.size.shadows else {}
-    children = []
+    starts_service = shares_weights(config) and config.engine.gms_dir is None
+    children = _memory_service(config, host, base) if starts_service else []
     for index, (worker, role) in enumerate(workers):
         on_gpu = bool(shares[index])
         equal = replace(
@@ -79,7 +85,9 @@ def make_children(
             pd_key=pd_key if role != "both" else None,
             pd_transport=_pd_transport(config.engine, role, on_gpu=on_gpu),
             weights_root=_weights_root(config),
-            memory_ratio=_memory_ratio(config.engine, num_each if on_gpu else len(workers) * num_each),
+            memory_ratio=_memory_ratio(config.engine, 1 if on_gpu else len(workers)),
+            num_shadows=config.size.shadows,
+            gms_dir=host.gms_dir if starts_service else config.engine.gms_dir,
         )
         for place in range(index * num_each, (index + 1) * num_each):
             engine, name = replace(equal, port=host.worker_ports[place]), worker
@@ -105,6 +113,37 @@ def make_children(
             )
     children.append(_router(config, host, command, base, key, probes))
     return children
+
+
+def shares_weights(config: ClusterConfig) -> bool:
+    """Whether the engines have one copy of their weights, which a memory service keeps.
+
+    Memory that an engine releases must be its own.
+    """
+    engine = config.engine
+    return bool(config.size.shadows) and engine.gms_mode != "off" and not engine.enable_memory_saver
+
+
+def _memory_service(config: ClusterConfig, host: ClusterHost, base: Mapping[str, str]) -> list[ChildSpec]:
+    """Return the holder of descriptors and the memory service, for the devices of the engines."""
+    devices = "all" if host.gpus and config.engine.device != "cpu" else "cpu"
+    options = {"gms_dir": host.gms_dir, "log_level": config.engine.log_level}
+    environment = dict(base) | {variable(name): value for name, value in options.items()}
+    environment |= {name: value for name, value in _secrets_of(config.engine).items() if "GMS" in name}
+    return [
+        ChildSpec(
+            name=name,
+            role=name,
+            stage=MEMORY_STAGE,
+            command=(*GMS_COMMAND, *words),
+            environment=environment,
+            probe=SocketProbe(path=os.path.join(host.gms_dir, path)),
+        )
+        for name, words, path in (
+            (MEMORY_HOLDER, ("hold",), HOLDER_SOCKET),
+            (MEMORY_SERVICE, ("serve", f"--devices={devices}"), SOCKET),
+        )
+    ]
 
 
 def _router(

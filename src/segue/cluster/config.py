@@ -8,13 +8,12 @@ from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self, get_type_hints
 
-from segue.config import EngineConfig
+from segue.config import MOST_SHADOWS, EngineConfig
 from segue.errors import ClusterSizeError, ConfigError
 from segue.options import Options, option, spelling, variable
 from segue.router.config import RouterConfig
 
 MOST_WORKERS = 256  # of each role
-MOST_SHADOWS = 8
 
 _cluster = partial(option, group="Cluster", minimum=0, maximum=MOST_WORKERS)
 
@@ -75,6 +74,7 @@ _ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] 
 _CHOSEN = {
     *("role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"),
     *("shadow_mode", "failover_dir", "cohort", "engine_id", "wake", "system_host", "system_port"),
+    *("num_shadows",),
     *("discovery", "discovery_target", "discovery_ttl_s"),
 }
 _ROUTER -= _CHOSEN

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from segue.cluster.children import ROUTER, WORKER_HOST, ClusterHost, make_children
+from segue.cluster.children import WORKER_HOST, WORKER_STAGE, ClusterHost, make_children
 from segue.cluster.config import ClusterConfig
 from segue.cluster.devices import list_gpus
 from segue.cluster.processes import ChildSpec
@@ -43,11 +43,11 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
         num_ports = config.size.num_engines * (2 if config.size.shadows else 1)
         reserved = [stack.enter_context(bind(WORKER_HOST, 0)) for _ in range(num_ports)]
         ports = [each.getsockname()[1] for each in reserved]
-        failover_dir = ""
+        failover_dir = gms_dir = ""
         if config.size.shadows:
             run_dir = RunDir()
             stack.callback(run_dir.remove)
-            failover_dir = str(run_dir.path / "failover")
+            failover_dir, gms_dir = str(run_dir.path / "failover"), str(run_dir.path / "gms")
         url = url_of(entry)
         host = ClusterHost(
             environ=os.environ,
@@ -57,6 +57,7 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
             worker_ports=ports[: config.size.num_engines],
             system_ports=ports[config.size.num_engines :],
             failover_dir=failover_dir,
+            gms_dir=gms_dir,
         )
         children = make_children(config, host)
         roles = describe_workers(config, children)
@@ -81,7 +82,7 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
 
 def describe_workers(config: ClusterConfig, children: Sequence[ChildSpec]) -> str:
     """Return the workers by role, and the engines behind them, like "1 worker with 1 engine standing by"."""
-    roles = [child.role for child in children if child.name != ROUTER]
+    roles = [child.role for child in children if child.stage == WORKER_STAGE]
     found = count_roles(roles[:: 1 + config.size.shadows])
     if not config.size.shadows:
         return found

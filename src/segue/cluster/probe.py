@@ -1,9 +1,10 @@
-"""Asks a child over HTTP whether it is ready."""
+"""Asks a child whether it is ready: over HTTP, or by connecting to its socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -19,8 +20,17 @@ class ReadinessProbe:
     min_serving: int = 0  # the least number under "serving" in the answer, which a router gives
 
 
-async def is_ready(probe: ReadinessProbe) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketProbe:
+    """When a child is ready: it accepts connections at a unix socket that keeps the borders of messages."""
+
+    path: str
+
+
+async def is_ready(probe: ReadinessProbe | SocketProbe) -> bool:
     """Whether the child answers now that it is ready; whatever goes wrong means that it is not."""
+    if isinstance(probe, SocketProbe):
+        return _accepts(probe.path)
     try:
         async with asyncio.timeout(ANSWER_S):
             answer = await _get(probe.url)
@@ -30,6 +40,17 @@ async def is_ready(probe: ReadinessProbe) -> bool:
         return not probe.min_serving or json.loads(body)["serving"] >= probe.min_serving
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+def _accepts(path: str) -> bool:
+    """Whether a process accepts connections at a unix socket. The kernel answers for it, at once."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 async def _get(url: str) -> bytes:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from segue.children import describe_exit
-from segue.cluster.probe import ReadinessProbe
+from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.failover.pod import Probe, ProbeKind
 
 ORPHAN_S = 2.0  # for the processes of a dead child to end by themselves
@@ -42,7 +42,7 @@ class ChildSpec:
     stage: int  # children of a higher stage end before those of a lower one are asked to
     command: tuple[str, ...]
     environment: Mapping[str, str]  # all of it
-    probe: ReadinessProbe
+    probe: ReadinessProbe | SocketProbe
     health: HealthProbes | None = None  # None: only its end has another process started
     restart_after_s: float = 0.0  # the least pause before it is started again
 

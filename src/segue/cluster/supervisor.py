@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
+
+from segue.children import RestartRule
 
 
 class ChildState(Enum):
@@ -90,11 +92,7 @@ class SupervisorRules:
 
     drain_s: float  # for all children together, from SIGTERM until they are told to end at once
     stop_s: float = 5.0  # from there until they are killed
-    # The first restart is at once, unless the child has a pause of its own, the second after `backoff_s`, and
-    # each further one after twice the time before it. A child that was ready for `steady_s` begins anew.
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    steady_s: float = 60.0
+    restart: RestartRule = field(default_factory=RestartRule)  # a child may have a longer pause of its own
 
 
 @dataclass(slots=True)
@@ -103,12 +101,13 @@ class Child:
 
     name: str
     stage: int  # children of a higher stage end before those of a lower one are asked to
-    first_pause_s: float = 0.0  # before its first restart
+    least_pause_s: float = 0.0  # before each restart
     state: ChildState = ChildState.WAITING
     due: float | None = None  # when DUE happens; None: it does not
+    started_at: float = 0.0  # its last process
     ready_since: float | None = None  # None: it is not ready
     was_ready: bool = False
-    num_deaths: int = 0  # in a row, without a steady time between them
+    num_deaths: int = 0  # in a row, as its `RestartRule` counts
 
 
 class Supervisor:
@@ -119,10 +118,10 @@ class Supervisor:
         stages: Mapping[str, int],
         rules: SupervisorRules,
         now: float,
-        first_pauses: Mapping[str, float] | None = None,
+        least_pauses: Mapping[str, float] | None = None,
     ) -> None:
         """Take the children's names, stages and pauses; :meth:`advance` starts them."""
-        pauses = first_pauses or {}
+        pauses = least_pauses or {}
         self.children = {
             name: Child(name, stage, pauses.get(name, 0.0), due=now) for name, stage in stages.items()
         }
@@ -226,8 +225,10 @@ class Supervisor:
             return []
         child.state, action = TABLE[old, event]
         child.due = None
-        if child.state is ChildState.READY:
+        if event is ChildEvent.PROBED:
             child.ready_since, child.was_ready = now, True
+        elif action is ChildAction.START:
+            child.started_at = now
         elif child.state is ChildState.WAITING:
             child.due = now + self._pause_after_death(child, now)
         elif child.state is ChildState.STOPPING and old is not ChildState.STOPPING:
@@ -238,10 +239,7 @@ class Supervisor:
 
     def _pause_after_death(self, child: Child, now: float) -> float:
         """Count a death; returns the seconds until the child is started again."""
-        was_steady = child.ready_since is not None and now - child.ready_since >= self._rules.steady_s
-        child.num_deaths = 1 if was_steady else child.num_deaths + 1
-        if child.num_deaths == 1:
-            return child.first_pause_s
-        doublings = min(child.num_deaths - 2, 30)  # the longest time is reached long before
-        pause = min(self._rules.max_backoff_s, self._rules.backoff_s * (1 << doublings))
-        return max(child.first_pause_s, pause)
+        start_s = 0.0 if child.ready_since is None else child.ready_since - child.started_at
+        ready_s = 0.0 if child.ready_since is None else now - child.ready_since
+        child.num_deaths = self._rules.restart.count(child.num_deaths, start_s, ready_s)
+        return max(child.least_pause_s, self._rules.restart.pause_s(child.num_deaths))

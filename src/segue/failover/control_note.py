@@ -1,4 +1,4 @@
-"""A pause by a user, as the engines of a cohort hand it on: the next one starts paused, for what is left of it.
+"""A pause by a user, as the engines of a cohort hand it on: the next one starts paused, for what is left.
 
 The note is a file in the failover directory. It is there before the user's call is answered, and a pause that
 was ended has none. Deadlines are of the clock that counts from the boot of the host, sleep included.

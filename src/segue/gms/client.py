@@ -190,9 +190,14 @@ class GmsClient:
         """Take the next epoch of the cohort, above `seen`."""
         return self._one(wire.ClaimEpoch(call=self._next(), seen=seen), wire.EpochClaimed).epoch
 
-    def put_note(self, name: str, value: bytes, expect: bytes | None = None) -> bytes | None:
-        """Set a note if it has the value `expect`; returns the value that it has then."""
-        message = wire.PutNote(call=self._next(), name=name, value=value, expect=expect)
+    def put_note(
+        self, name: str, value: bytes, expect: bytes | None = None, *, keeps: bool = False
+    ) -> bytes | None:
+        """Set a note if it has the value `expect`; returns the value that it has then.
+
+        With `keeps` the note, whoever has set it, stays until this session and all others that keep it end.
+        """
+        message = wire.PutNote(call=self._next(), name=name, value=value, expect=expect, keeps=keeps)
         return self._one(message, wire.NoteValue).value
 
     def note(self, name: str) -> bytes | None:

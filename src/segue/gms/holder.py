@@ -70,9 +70,8 @@ class Holder:
                 raise GmsFrameError("the service has ended")
             self._carry_out(connection, frame[:1], frame[1:], descriptors)
         except (OSError, GmsFrameError) as error:
-            logger.info(
-                "the holder has lost a connection, and keeps %d descriptors: %s", len(self.held), error
-            )
+            if self.held:  # else it was most likely a probe
+                logger.info("a connection has ended; %d descriptors are kept: %s", len(self.held), error)
             self._selector.unregister(connection)
             connection.close()
 

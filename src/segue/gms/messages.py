@@ -154,11 +154,15 @@ class ClaimEpoch(Message, frozen=True):
 
 
 class PutNote(Message, frozen=True):
-    """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds."""
+    """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds.
+
+    A note that sessions keep is gone with the last session that has asked for it by `keeps`.
+    """
 
     name: Name
     value: NoteText
     expect: NoteText | None = None  # None: it must not be there
+    keeps: bool = False
 
 
 class GetNote(Message, frozen=True):

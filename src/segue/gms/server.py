@@ -18,7 +18,8 @@ import msgspec
 
 from segue.errors import MemoryServiceError, SharedMemoryError
 from segue.gms import messages as wire
-from segue.gms.service import STILL_WAITING_S, GmsSession, MemoryService
+from segue.gms.service import STILL_WAITING_S, MemoryService
+from segue.gms.session import GmsSession
 from segue.gms.transport import SOCKET, GmsFrameError, close, new_socket, receive, send
 from segue.logs import logger
 from segue.memory import shared
@@ -29,7 +30,7 @@ TICK_S = 0.25
 
 
 class GmsConnection:
-    """One client: reads its messages in order, and ends it at its first fault. See `service.GmsPort`."""
+    """One client: reads its messages in order, and ends it at its first fault. See `session.GmsPort`."""
 
     def __init__(self, server: GmsServer, connection: socket.socket) -> None:
         self._server = server
@@ -112,7 +113,7 @@ class GmsConnection:
             self.session = self._server.service.open(self, self.pid, message)
 
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
-        """See `service.GmsPort`: what cannot be sent at once is sent when the client has read."""
+        """See `session.GmsPort`: what cannot be sent at once is sent when the client has read."""
         if self.is_closed:
             return
         frame = wire.encode(reply)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
-from segue.errors import MemoryServiceError, SlabInUseError, SlabMemoryError
 from segue.gms import fsm
 from segue.gms import messages as wire
+from segue.gms.answers import answer
 from segue.gms.lock_state import (
     AbortEvent,
     AskEvent,
@@ -34,47 +30,22 @@ from segue.gms.lock_state import (
     RefuseEffect,
     ReleaseEffect,
     RenameEvent,
-    SealEvent,
     TakeEvent,
     TickEvent,
     UnpinEvent,
     WeightsEffect,
     WeightsEvent,
-    WeightsLease,
     WeightsState,
 )
-from segue.gms.manifest import WeightsManifest, decode_manifest, difference, key_of
+from segue.gms.manifest import key_of
+from segue.gms.session import GmsPort, GmsSession
+from segue.gms.slab_calls import SlabCalls, read_manifest
 from segue.gms.status import status_of
-from segue.gms.store import RankSlabs, SlabStore
-from segue.gms.transport import GmsFrameError, close, packed, unpacked
+from segue.gms.store import SlabStore
+from segue.gms.transport import GmsFrameError
 from segue.logs import logger
 
 STILL_WAITING_S = 5.0
-RETRY_MEMORY_S = 0.5
-_REFUSALS = {
-    "committed": "the cohort has weights already, which a stray load must not replace; ask to read them",
-    "nothing": "the cohort has no weights that could be updated",
-    "stale_epoch": "a newer engine of the cohort has taken over; this one must end",
-    "timeout": "the weights were not there in time; see `segue gms status` for who loads them",
-    "busy": "this session waits already, or has a lease",
-    "lease": "this session has no such lease to write; the service may have been started again",
-    "rank": "this rank is taken, is not of this lease, or may not do this",
-    "behind": "another engine of the cohort has just changed the weights, and this one has not taken them "
-    "over yet; retry the update",
-    "generation": "there is no such committed generation, or it is not the cohort's current one",
-    "slabs": "the manifest is not one of the rank's slabs",
-}
-
-
-class GmsPort(Protocol):
-    """The connection of a session."""
-
-    def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; one that the client does not take ends its session."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the client has gone."""
 
 
 class Keeper(Protocol):
@@ -82,19 +53,6 @@ class Keeper(Protocol):
 
     def save(self, service: MemoryService) -> None:
         """Keep what is committed now; does nothing if that is kept already."""
-
-
-@dataclass(slots=True, kw_only=True)
-class GmsSession:
-    """A client that was admitted."""
-
-    number: int
-    pid: int
-    hello: wire.OpenSession
-    port: GmsPort
-    ask_call: int = 0  # the call that waits for weights; 0: none
-    manifest: WeightsManifest | None = None  # that it has asked with
-    since: float = field(default_factory=time.monotonic)
 
 
 class MemoryService:
@@ -110,6 +68,8 @@ class MemoryService:
         self.events: deque[wire.ServiceEvent] = deque(maxlen=256)
         self.num_events = 0
         self._num_sessions = 0
+        self._note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
+        self._slabs = SlabCalls(self)
 
     # Sessions.
 
@@ -139,7 +99,8 @@ class MemoryService:
         if self.sessions.pop(session.number, None) is None:
             return
         if session.hello.tag != "watch":
-            self.note_event("session_ended", f"{self.name(session.number, session)}: {reason}")
+            self.note_event("session_ended", f"{session.name}: {reason}")
+        self._release_notes(session.number)
         self.step(GoneEvent(session=session.number))
 
     def tick(self) -> None:
@@ -174,13 +135,13 @@ class MemoryService:
             case wire.JoinLease():
                 self.step(JoinEvent(session=number, lease=message.lease, rank=session.hello.rank), call)
             case wire.AllocateSlabs():
-                await self._allocate(session, message)
+                await self._slabs.allocate(session, message)
             case wire.ExportSlabs():
-                self._export(session, message)
+                self._slabs.export(session, message)
             case wire.GetManifest():
-                self._give_manifest(session, message)
+                self._slabs.give_manifest(session, message)
             case wire.SealRank():
-                await self._seal(session, message, descriptors[0])
+                await self._slabs.seal(session, message, descriptors[0])
             case wire.CommitLease():
                 flip = FlipEvent(
                     session=number,
@@ -215,7 +176,7 @@ class MemoryService:
                 value = self.notes.get((session.hello.cohort, message.name))
                 port.send(wire.NoteValue(call=call, value=value))
             case wire.GetServiceState():
-                self._send_file(session, wire.StateGiven(call=call), json.dumps(status_of(self)).encode())
+                session.send_file(wire.StateGiven(call=call), json.dumps(status_of(self)).encode())
             case wire.GetServiceEvents():
                 found = [event for event in self.events if event.number > message.since]
                 port.send(wire.EventsGiven(call=call, events=found))
@@ -224,9 +185,9 @@ class MemoryService:
         if session.hello.rank != 0:
             raise GmsFrameError("only rank 0 asks for weights; the other ranks join its lease")
         if len(self.state.waiting) >= wire.MAX_WAITING:
-            self._refuse(session, message.call, "limit", f"{wire.MAX_WAITING} sessions wait already")
+            session.refuse(message.call, "limit", f"{wire.MAX_WAITING} sessions wait already")
             return
-        manifest = self._manifest(descriptor)
+        manifest = read_manifest(descriptor)
         session.manifest = manifest
         ask = AskEvent(
             session=session.number,
@@ -240,144 +201,26 @@ class MemoryService:
         )
         self.step(ask, message.call)
 
-    def _manifest(self, descriptor: int) -> WeightsManifest:
-        try:
-            return decode_manifest(unpacked(descriptor))
-        except msgspec.MsgspecError as error:
-            raise GmsFrameError(f"a manifest cannot be read ({error})") from None
-
-    async def _allocate(self, session: GmsSession, message: wire.AllocateSlabs) -> None:
-        if (found := self._writing(session, message)) is None:
-            return
-        lease, rank = found
-        deadline = time.monotonic() + message.wait_s
-        while True:
-            try:
-                made = await self.store.create(session.hello.device, message.sizes)
-                break
-            except MemoryServiceError as error:
-                self._refuse(session, message.call, "slabs", error.message)
-                return
-            except SlabMemoryError as error:
-                self.note_event("out_of_memory", f"{session.hello.device}: {error.message}")
-                if time.monotonic() >= deadline or session.port.is_closed:
-                    self._refuse(session, message.call, "memory", error.message)
-                    return
-                await asyncio.sleep(RETRY_MEMORY_S)
-        self.step(TakeEvent(session=session.number, lease=message.lease, slabs=tuple(made)), message.call)
-        now = self.state.leases.get(message.lease)
-        if now is None or not set(made) <= set(now.ranks[rank].own):  # another rank has ended it meanwhile
-            self.store.free(made)
-            return
-        slabs = self.store.ranks.setdefault((lease.generation, rank), RankSlabs(device=session.hello.device))
-        slabs.sizes += message.sizes
-        slabs.descriptors += made
-        self._give(session, message.call, message.sizes, made)
-
-    def _export(self, session: GmsSession, message: wire.ExportSlabs) -> None:
-        slabs = self._committed(session, message)
-        if slabs is not None:
-            self._give(session, message.call, slabs.sizes, slabs.descriptors)
-
-    def _give_manifest(self, session: GmsSession, message: wire.GetManifest) -> None:
-        slabs = self._committed(session, message)
-        if slabs is not None:
-            self._send_file(session, wire.ManifestGiven(call=message.call), slabs.manifest)
-
-    def _committed(
-        self, session: GmsSession, message: wire.ExportSlabs | wire.GetManifest
-    ) -> RankSlabs | None:
-        """Return a rank's slabs that a session pins, or refuse the call."""
-        if (session.number, message.generation) in self.state.pins:
-            found = self.store.ranks.get((message.generation, message.rank))
-            if found is not None:
-                return found
-        self._refuse(session, message.call, "generation", "the session does not pin this generation and rank")
-        return None
-
-    def _give(self, session: GmsSession, call: int, sizes: Sequence[int], descriptors: Sequence[int]) -> None:
-        """Send the descriptors of slabs, in as many messages as they need."""
-        step, total = wire.MAX_DESCRIPTORS, len(sizes)
-        for first in range(0, max(total, 1), step):
-            part = slice(first, first + step)
-            given = wire.SlabsGiven(call=call, sizes=list(sizes[part]), more=first + step < total)
-            session.port.send(given, descriptors[part])
-
-    async def _seal(self, session: GmsSession, message: wire.SealRank, descriptor: int) -> None:
-        if (found := self._writing(session, message)) is None:
-            return
-        lease, rank = found
-        manifest = self._manifest(descriptor)
-        slabs = self._merged(lease, rank, manifest, message.places)
-        if slabs is None:
-            self._refuse(session, message.call, "slabs", _REFUSALS["slabs"])
-            return
-        try:
-            await self.store.seal(session.hello.device, lease.ranks[rank].own)
-        except SlabInUseError as error:
-            self._refuse(session, message.call, "in_use", error.message)
-            abandon = AbortEvent(session=session.number, lease=message.lease, is_abandoned=True)
-            self.step(abandon, call=None)  # the call is answered
-            return
-        event = SealEvent(session=session.number, lease=message.lease, slabs=tuple(slabs.descriptors))
-        self.step(event, message.call)
-        now = self.state.leases.get(message.lease)
-        if now is not None and now.ranks[rank].is_sealed:
-            self.store.ranks[lease.generation, rank] = slabs
-
-    def _merged(
-        self, lease: WeightsLease, rank: int, manifest: WeightsManifest, places: Sequence[int] | None
-    ) -> RankSlabs | None:
-        """Return all slabs of a rank: its own, and those of its parent; None: they do not fit."""
-        own, sizes = lease.ranks[rank].own, manifest.identity.slab_sizes
-        slabs = [-1] * len(sizes)
-        if lease.parent is not None:
-            slabs = list(self.store.ranks[lease.parent, rank].descriptors)
-        places = range(len(own)) if places is None else places
-        if len(set(places)) != len(own) or not set(places) <= set(range(len(slabs))):
-            return None
-        for place, slab in zip(places, own, strict=True):
-            slabs[place] = slab
-        if -1 in slabs or [self.store.size_of(slab) for slab in slabs] != sizes:
-            return None
-        if len(manifest.digests) != len(sizes):
-            return None
-        return RankSlabs(
-            device=self.store.device_of(slabs[0]),
-            sizes=sizes,
-            descriptors=slabs,
-            manifest=msgspec.msgpack.encode(manifest),
-        )
-
-    def _writing(
-        self, session: GmsSession, message: wire.AllocateSlabs | wire.SealRank
-    ) -> tuple[WeightsLease, int] | None:
-        """Return a lease that a session may write, and its rank in it, or refuse the call."""
-        lease = self.state.leases.get(message.lease)
-        rank = None if lease is None or not lease.is_rw else lease.rank_of(session.number)
-        if lease is None or rank is None:
-            self._refuse(session, message.call, "lease", _REFUSALS["lease"])
-            return None
-        return lease, rank
-
     def _put_note(self, session: GmsSession, message: wire.PutNote) -> None:
         key = (session.hello.cohort, message.name)
         value = self.notes.get(key)
         if value == message.expect:
             if value is None and len(self.notes) >= wire.MAX_NOTES:
-                self._refuse(session, message.call, "limit", f"there are {wire.MAX_NOTES} notes already")
+                session.refuse(message.call, "limit", f"there are {wire.MAX_NOTES} notes already")
                 return
             self.notes[key] = value = message.value
             self._save()
+        if message.keeps:
+            self._note_keepers.setdefault(key, set()).add(session.number)
         session.port.send(wire.NoteValue(call=message.call, value=value))
 
-    def _send_file(self, session: GmsSession, reply: wire.Reply, data: bytes) -> None:
-        descriptor = packed(data)
-        session.port.send(reply, [descriptor])
-        close([descriptor])
-
-    def _refuse(self, session: GmsSession, call: int, code: str, text: str) -> None:
-        session.port.send(wire.CallRefused(call=call, code=code, text=text))
+    def _release_notes(self, session: int) -> None:
+        """Remove the notes that no session keeps any more."""
+        for key, keepers in list(self._note_keepers.items()):
+            keepers.discard(session)
+            if not keepers:
+                del self._note_keepers[key]
+                self.notes.pop(key, None)
 
     # The lock.
 
@@ -400,77 +243,14 @@ class MemoryService:
                     own, answered = None, call
                 else:
                     answered, session.ask_call = session.ask_call, 0
-                if answered is not None:
-                    self._answer(effect, answered, event, session)
+                is_taken = isinstance(event, TakeEvent) and isinstance(effect, DoneEffect)
+                if answered is not None and not is_taken:  # else `SlabCalls.allocate` sends the slabs
+                    session.port.send(answer(self, effect, answered, event, session))
             else:
                 self._carry_out(effect)
         if own is not None and isinstance(event, AskEvent):  # it was not answered: it waits
             self.sessions[own].ask_call = call or 0
             self.note_event("waits", f"{self.name(own)} for weights")
-
-    def _answer(
-        self,
-        effect: GrantEffect | RefuseEffect | DoneEffect,
-        call: int,
-        event: WeightsEvent,
-        session: GmsSession,
-    ) -> None:
-        if isinstance(event, TakeEvent) and isinstance(effect, DoneEffect):
-            return  # `_allocate` sends the slabs
-        session.port.send(self._reply(effect, call, event, session))
-
-    def _reply(
-        self,
-        effect: GrantEffect | RefuseEffect | DoneEffect,
-        call: int,
-        event: WeightsEvent,
-        session: GmsSession,
-    ) -> wire.Reply:
-        match effect:
-            case GrantEffect():
-                text = f"generation {effect.generation} to {self.name(effect.session)}"
-                self.note_event(f"{effect.mode}_granted", text)
-                found = self.state.generations.get(effect.generation)
-                return wire.WeightsGranted(
-                    call=call,
-                    lease=effect.lease,
-                    generation=effect.generation,
-                    mode=effect.mode,
-                    parent=effect.parent,
-                    weight_version="" if found is None else found.version,
-                    model_path=None if found is None else found.model_path,
-                )
-            case RefuseEffect():
-                return self._refusal(effect, call, session)
-            case DoneEffect():
-                if isinstance(event, SealEvent):
-                    self.note_event("sealed", f"generation {effect.number} by {self.name(effect.session)}")
-                    return wire.RankSealed(call=call, missing=list(effect.missing))
-                if isinstance(event, ClaimEvent):
-                    self.note_event("epoch_claimed", f"{effect.number} by {self.name(effect.session)}")
-                    return wire.EpochClaimed(call=call, epoch=effect.number)
-                if isinstance(event, AbortEvent | BeatEvent):
-                    return wire.CallDone(call=call)
-                return wire.GenerationNumber(call=call, generation=effect.number)
-
-    def _refusal(self, effect: RefuseEffect, call: int, session: GmsSession) -> wire.CallRefused:
-        text, field, have, want = _REFUSALS.get(effect.code, ""), None, None, None
-        if effect.code == "unsealed":
-            text = f"ranks {', '.join(map(str, effect.ranks))} have not sealed their slabs"
-        elif effect.code == "pinned":
-            names = ", ".join(self.name(number) for number in effect.sessions)
-            text = f"generation {effect.generation}, which is retired, is still read by {names}"
-        elif effect.code == "mismatch" and effect.generation is not None and session.manifest is not None:
-            served = decode_manifest(self.store.ranks[effect.generation, 0].manifest)
-            found = difference(served.identity, session.manifest.identity)
-            if found is not None:
-                field, have, want = found.field, found.have, found.want
-            text = (
-                f"cohort {session.hello.cohort!r} has other weights: {field} is {have}, and this engine has "
-                f"{want}; use the same model and options, or another --cohort"
-            )
-        self.note_event("refused", f"{effect.code}: {self.name(session.number)}: {text}")
-        return wire.CallRefused(call=call, code=effect.code, text=text, field=field, have=have, want=want)
 
     def _carry_out(self, effect: WeightsEffect) -> None:
         match effect:
@@ -509,13 +289,10 @@ class MemoryService:
 
     # What people see.
 
-    def name(self, number: int, session: GmsSession | None = None) -> str:
+    def name(self, number: int) -> str:
         """Return what an engine's session is called in messages."""
-        session = session or self.sessions.get(number)
-        if session is None:
-            return f"session {number}"
-        hello = session.hello
-        return f"{hello.cohort}/{hello.engine} rank {hello.rank} (pid {session.pid})"
+        session = self.sessions.get(number)
+        return f"session {number}" if session is None else session.name
 
     def note_event(self, kind: str, text: str) -> None:
         """Add an event to the ring."""

@@ -20,9 +20,9 @@ STOP_S = 5.0
 FIRST_S = 5.0  # a child that fails so soon after its first start would fail again
 STEADY_S = 60.0  # a child that ran for so long is started again at once
 MAX_BACKOFF_S = 30.0
-_PROGRAM = (
-    "from segue.cli.gms import gms_app; gms_app()"  # starts a second sooner than the whole command line
-)
+# `segue gms`, a second sooner than by the whole command line. -P: files in the user's directory must
+# not shadow modules of the standard library.
+GMS_COMMAND = (sys.executable, "-P", "-c", "from segue.cli.gms import gms_app; gms_app()")
 _COMMANDS = ("hold", "serve")  # the holder first, so that the service finds it
 
 
@@ -79,8 +79,7 @@ class GmsSupervisor:
         return 0
 
     def _start(self, command: str) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", _PROGRAM, command]
-        return subprocess.Popen(words, env=self._environment, preexec_fn=end_with_parent)
+        return subprocess.Popen([*GMS_COMMAND, command], env=self._environment, preexec_fn=end_with_parent)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """End the children, which ends the wait for them."""

@@ -26,9 +26,3 @@ def check_shared_weights(config: EngineConfig, *, embedded: bool) -> None:
             "engines read is not built yet; use one of the two options",
             param="enable_memory_saver",
         )
-    if config.role != "both":
-        raise ConfigError(
-            f"gms_dir={config.gms_dir!r} with role={config.role!r}: an engine that hands KV over cannot use "
-            "the memory service yet; use role='both', or gms_mode='off'",
-            param="role",
-        )

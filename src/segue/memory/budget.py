@@ -50,8 +50,16 @@ class Demand:
     max_len: int  # tokens: the model's longest sequence, or --max-model-len if that is shorter
     max_running_requests: int
     local_ranks: int = 1  # ranks that share this memory: 1 on CUDA, all ranks of the host on CPU
+    num_engines: int = 1  # with equal sizes on this device: the one that serves, and those that stand by
+    is_arena_shared: bool = False  # whether these engines have one copy of the weights
     # Largest pool in bytes, CPU only. A CPU pool is also limited to what all requests at full length need.
     pool_limit: int | None = None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The bytes of one rank that are not for KV pages, of all engines on this device."""
+        copies = 1 if self.is_arena_shared else self.num_engines
+        return copies * self.arena_bytes + self.num_engines * self.reserve.total
 
     def without_graphs(self) -> Demand:
         """Return the same demand without the reserve for CUDA graphs."""
@@ -70,12 +78,12 @@ class Budget:
 def formula_pages(demand: Demand) -> int:
     """Return the number of pages that fit, without the scratch page. It may be negative.
 
-    If ranks share one memory, the weights and reserves of all are subtracted, and the rest is split evenly.
+    If ranks or engines share one memory, the weights and reserves of all are subtracted, and the rest is
+    split evenly. Weights that engines share are subtracted once.
     """
-    ranks = demand.local_ranks
     usable = int(demand.memory_ratio * demand.free_before)
-    rest = usable - ranks * (demand.arena_bytes + demand.reserve.total)
-    return rest // (ranks * demand.page_bytes) - 1
+    rest = usable - demand.local_ranks * demand.fixed_bytes
+    return rest // (demand.local_ranks * demand.num_engines * demand.page_bytes) - 1
 
 
 def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
@@ -123,6 +131,7 @@ def _automatic_pages(demand: Demand) -> tuple[int, str]:
     num_pages, limited_by = min(limits)
     if num_pages < MIN_PAGES:
         ranks = f" for {demand.local_ranks} ranks" if demand.local_ranks > 1 else ""
+        ranks += f" of {demand.num_engines} engines" if demand.num_engines > 1 else ""
         raise OutOfMemoryError(
             f"the KV cache has room for {max(0, num_pages)} pages of {demand.page_size} tokens "
             f"({demand.page_bytes} bytes each); at least {MIN_PAGES} are needed. Before loading, "
@@ -161,6 +170,24 @@ def _explicit_bytes(demand: Demand, num_pages: int) -> int:
     """Return the bytes of weights, reserves and `num_pages` KV pages, for all ranks that share the memory."""
     each = demand.arena_bytes + demand.reserve.total + (num_pages + 1) * demand.page_bytes
     return demand.local_ranks * each
+
+
+def check_standby(demand: Demand, free: int, kv_bytes: int) -> None:
+    """Check that an engine can have the KV cache of the engines beside it; `free` is measured after the load.
+
+    Raises:
+        OutOfMemoryError: the device has too little memory.
+    """
+    reserve = demand.reserve.total - demand.reserve.derived  # which was made with the weights
+    needed = demand.local_ranks * (reserve + kv_bytes)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"an engine of this cohort needs {gib(needed)} for KV, activations and buffers, like the engines "
+            f"beside it, but only {gib(free)} is free: {gib(needed - free)} are missing. End other processes "
+            "on the device; or end all engines of the cohort, and start them with the right --num-shadows, a "
+            "lower --memory-ratio or a lower --num-kv-tokens",
+            param="num_shadows",
+        )
 
 
 def agree_on_free(free: Sequence[int], *, separate: bool) -> int:

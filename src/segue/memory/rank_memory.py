@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segue.memory import backing, device_shared, shared
 from segue.memory.arena import Arena, Layout
+from segue.memory.geometry import KVGeometry
 
 Place = Literal["device", "host"]
 
@@ -137,6 +138,20 @@ class RankMemory(Protocol):
     kv_descriptor: int | None  # of the KV cache's memory, where other processes may map it
     generations: Generations | None  # None: the weights are this process's own, and updates write to them
 
+    def pinned_kv(self) -> KVGeometry | None:
+        """Return the sizes that the engines of this cohort have; None: this engine is the first, or alone.
+
+        All ranks call it together.
+        """
+        ...
+
+    def pin_kv(self, geometry: KVGeometry) -> KVGeometry:
+        """Propose sizes for all engines of this cohort; returns those that hold, the first engine's.
+
+        All ranks call it together, with equal sizes.
+        """
+        ...
+
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """Return the arena of the served weights, filled.
 
@@ -186,6 +201,14 @@ class PrivateMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._take = backing.pageable if device.type == "cpu" else partial(backing.on_device, device=device)
+
+    def pinned_kv(self) -> KVGeometry | None:
+        """See `RankMemory.pinned_kv`: no other engine matters."""
+        return None
+
+    def pin_kv(self, geometry: KVGeometry) -> KVGeometry:
+        """See `RankMemory.pin_kv`: every engine has sizes of its own."""
+        return geometry
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """See `RankMemory.load`; memory is taken when `fill` first asks for the arena, and not before."""

@@ -43,10 +43,10 @@ def check_sizes(demand: Demand, resolved: ResolvedConfig) -> None:
         OutOfMemoryError: `demand` reserves more than the memory that may be used; its activations are those
             of `min_activations`.
     """
-    needed = demand.local_ranks * demand.reserve.total
+    needed = demand.local_ranks * demand.num_engines * demand.reserve.total
     usable = int(demand.memory_ratio * demand.free_before)
     if needed > usable:
-        staging = demand.local_ranks * demand.reserve.staging
+        staging = demand.local_ranks * demand.num_engines * demand.reserve.staging
         updates = f" ({gib(staging)} of it for weight updates)" if staging else ""
         raise OutOfMemoryError(
             f"max_running_requests={resolved.max_running_requests} and chunked_prefill_size="

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 
+import msgspec
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
@@ -30,8 +33,9 @@ from segue.logs import logger
 from segue.memory.arena import Arena, Layout
 from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
+from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
-from segue.memory.rank_memory import PrivateMemory
+from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
 from segue.messages.requests import FIRST_WEIGHT_VERSION
@@ -47,6 +51,7 @@ from segue.version import __version__
 WAIT_S = 7200.0  # how long the load of another engine is waited for
 BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
 _WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
+KV_NOTE = "kv_geometry"  # the note of the cohort with the sizes that all its engines have
 _REASON = "memory service"  # the key under which rank 0 leaves the text of its error
 
 
@@ -60,9 +65,21 @@ class ServiceMemory(PrivateMemory):
         mode: AskMode,
         groups: TPGroups,
         identify: Callable[[Layout], WeightsIdentity],
+        *,
+        shares_kv: bool = False,
     ) -> None:
-        """Serve a rank; `identify` says what its weights are, once their layout is known."""
+        """Serve a rank.
+
+        Args:
+            device: of the rank.
+            target: the service, and who asks.
+            mode: how the weights are asked for.
+            groups: the ranks of the engine.
+            identify: says what the weights are, once their layout is known.
+            shares_kv: whether other processes may map the KV cache.
+        """
         super().__init__(device)
+        self._kv = SharedKVMemory(device) if shares_kv else PrivateMemory(device)
         self._target = target
         self._mode = mode
         self._groups = groups
@@ -78,7 +95,7 @@ class ServiceMemory(PrivateMemory):
             MemoryServiceError: the service cannot be reached, is lost meanwhile, or refuses a call.
             WeightsMismatchError: the cohort has other weights.
         """
-        self._client = client = GmsClient(self._target)
+        client = self._session()
         try:
             wanted = WeightsManifest(identity=self._identify(layout), segue=__version__)
             grant = self._ask(client, wanted)
@@ -110,6 +127,40 @@ class ServiceMemory(PrivateMemory):
                 if error.code != "lost":
                     raise
                 logger.warning("serves without the memory service: %s", error.message)
+
+    def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
+        """See `RankMemory.take_kv`; all of it is taken now."""
+        tensor = self._kv.take_kv(num_bytes, scratch_bytes)
+        self.kv_descriptor = self._kv.kv_descriptor
+        return tensor
+
+    def pinned_kv(self) -> KVGeometry | None:
+        """See `RankMemory.pinned_kv`: rank 0 asks the service."""
+        note = self._session().note(KV_NOTE) if self._groups.tp.rank == 0 else None
+        return self._spread(None if note is None else msgspec.json.decode(note, type=KVGeometry))
+
+    def pin_kv(self, geometry: KVGeometry) -> KVGeometry:
+        """See `RankMemory.pin_kv`: the sizes hold until the last engine of the cohort has ended."""
+        holds = None
+        if self._groups.tp.rank == 0:
+            note = self._session().put_note(KV_NOTE, msgspec.json.encode(geometry), keeps=True)
+            assert note is not None
+            holds = msgspec.json.decode(note, type=KVGeometry)
+        found = self._spread(holds)
+        assert found is not None
+        return found
+
+    def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
+        """Return on every rank what rank 0 has."""
+        none = [0] * len(fields(KVGeometry))
+        numbers = self._groups.all_gather(none if geometry is None else geometry.numbers)[0]
+        return None if numbers == none else KVGeometry.of(numbers)
+
+    def _session(self) -> GmsClient:
+        """Return the session with the service, which is opened first if need be."""
+        if self._client is None:
+            self._client = GmsClient(self._target)
+        return self._client
 
     def close(self) -> None:
         """See `RankMemory.close`."""
@@ -226,6 +277,7 @@ def make_service_memory(
         config.gms_mode,
         groups,
         lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
+        shares_kv=config.role != "both",
     )
 
 

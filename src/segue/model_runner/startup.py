@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -26,13 +26,16 @@ from segue.logs import logger
 from segue.memory.budget import (
     CPU_POOL_LIMIT,
     GRAPH_RESERVE,
+    Budget,
     Demand,
     Reserve,
     afford_graphs,
     agree_on_free,
+    check_standby,
     gib,
     plan_pages,
 )
+from segue.memory.geometry import KVGeometry, check_pinned
 from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
 from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import EngineLimits, GraphCost
@@ -160,16 +163,21 @@ class Startup:
 
         It comes before the weights: the page count starts from this number, and loading may take minutes.
         """
+        self._free_before = self._free()
+        if self.memory.pinned_kv() is None:  # else the sizes are there, and others have their memory already
+            demand = self._demand(activations=min_activations(self.source.config, self.resolved))
+            check_sizes(demand.without_graphs(), self.resolved)
+        return self._free_before, ""
+
+    def _free(self) -> int:
+        """Return the bytes that are free now, the least of all ranks."""
         if self._on_cpu:
             free = free_cpu_memory()
         else:
             free_garbage()
             free = torch.cuda.mem_get_info(self.resolved.device)[0]
         gathered = [values[0] for values in self._groups.all_gather([free])]
-        self._free_before = agree_on_free(gathered, separate=not self._on_cpu)
-        demand = self._demand(activations=min_activations(self.source.config, self.resolved))
-        check_sizes(demand.without_graphs(), self.resolved)
-        return self._free_before, ""
+        return agree_on_free(gathered, separate=not self._on_cpu)
 
     def _load_weights(self) -> Made:
         """Build the model without memory, load its weights into an arena, and derive the packed copies."""
@@ -201,7 +209,7 @@ class Startup:
             self._demand(arena_bytes=self.arena.num_bytes, derived=self._derived, activations=activations)
         )
         self._captures = demand.reserve.graphs > 0
-        budget = plan_pages(demand, self.config.num_kv_tokens)
+        budget = self._pages_of_cohort(demand)
         self.limits = EngineLimits(
             num_pages=budget.num_pages,
             page_size=resolved.page_size,
@@ -214,6 +222,34 @@ class Startup:
             f"{budget.num_pages} pages of {resolved.page_size} tokens, set by {budget.limited_by}; "
             f"longest sequence {budget.max_seq_len} tokens; a step takes {gib(activations)}"
         )
+
+    def _pages_of_cohort(self, demand: Demand) -> Budget:
+        """Return the number of pages: the first engine of a cohort decides it for all of them.
+
+        Raises:
+            ConfigError: an option has another value than on the first engine.
+            OutOfMemoryError: the device has too little memory for as many pages, or for any.
+        """
+        resolved, num_kv_tokens = self.resolved, self.config.num_kv_tokens
+        pinned = self.memory.pinned_kv()
+        if pinned is None:
+            budget = plan_pages(demand, num_kv_tokens)
+        else:
+            by = "the first engine of the cohort"
+            budget = Budget(num_pages=pinned.num_pages, max_seq_len=pinned.max_seq_len, limited_by=by)
+        own = KVGeometry(
+            num_pages=budget.num_pages,
+            max_seq_len=budget.max_seq_len,
+            page_size=resolved.page_size,
+            page_bytes=self._page_bytes,
+            max_running_requests=resolved.max_running_requests,
+            chunked_prefill_size=resolved.chunked_prefill_size,
+        )
+        holds = self.memory.pin_kv(own)
+        if pinned is not None or holds != own:
+            check_pinned(holds, own=own, max_len=resolved.max_len, num_kv_tokens=num_kv_tokens)
+            check_standby(demand, self._free(), holds.kv_bytes)
+        return replace(budget, num_pages=holds.num_pages, max_seq_len=holds.max_seq_len)
 
     def _make_pool(self) -> Made:
         take = partial(self.memory.take_kv, scratch_bytes=self._page_bytes)
@@ -345,6 +381,8 @@ class Startup:
             max_len=resolved.max_len,
             max_running_requests=resolved.max_running_requests,
             local_ranks=self.tp.size if self._on_cpu else 1,
+            num_engines=1 + config.num_shadows,
+            is_arena_shared=config.shares_weights,
             pool_limit=CPU_POOL_LIMIT if self._on_cpu else None,
         )
 

@@ -180,11 +180,11 @@ class NixlTransport(Pusher[_NixlTarget]):
             try:
                 job = self._jobs.get(timeout=pace.pause_s if self._running else IDLE_S)
             except Empty:
-                job = self._look_around
-            began_at = time.perf_counter()
-            job()
-            self._look_after_pushes()
-            pace.note(began_at)
+                self._look_around()
+            else:
+                job()
+                pace.quicken()
+            pace.call(self._look_after_pushes)
         if self._running:
             logger.warning("%d pushes of KV pages have not ended within %g s", len(self._running), CLOSE_S)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from concurrent.futures import Future
 
 from segue.disagg.transports.nixl_agent import NixlAgent, PollPace
@@ -51,10 +50,12 @@ class NixlExport:
             blob.set_exception(error)
             return
         pace = PollPace(IDLE_S)
-        while not self._has_stopped.wait(pace.pause_s):
-            began_at = time.perf_counter()
+
+        def work() -> None:
             try:
                 agent.work()
             except TransportError as error:
                 logger.warning("%s", error.message)
-            pace.note(began_at)
+
+        while not self._has_stopped.wait(pace.pause_s):
+            pace.call(work)
