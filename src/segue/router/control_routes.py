@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,8 @@ def addressed_by(router: Router, path: str) -> list[WorkerEntry]:
     """
     if workers := router.registry.addressed:
         return workers
-    if cohorts := sorted(router.registry.served):
+    vacancies = router.registry.vacancies(lambda view: False, time.monotonic())
+    if cohorts := [each for each, s in vacancies.items() if s < router.config.resume_timeout_s]:
         text = f"{path}: no engine of cohort {' or '.join(cohorts)} is active now"
         raise FailedOverError(f"{text}; another one is about to take its place: send this again")
     raise Refuse(problem="no worker is registered", reasons=[]).error()

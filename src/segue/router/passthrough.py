@@ -60,10 +60,14 @@ class Passthrough:
                 answer = found or answer
                 if answer is not None and answer.status_code != RETRIED:
                     return answer
-            elif registry.is_closed or now >= deadline or not registry.vacant(self._is_gone):
+            elif registry.is_closed or now >= deadline or not self._is_awaited(now):
                 return answer or error_response(choice.error(), self._path)
             else:
                 await registry.wait_for_change(min(POLL_S, deadline - now))
+
+    def _is_awaited(self, now: float) -> bool:
+        """Whether an engine is about to take another one's place."""
+        return any(s < self._resume_timeout_s for s in self._registry.vacancies(self._is_gone, now).values())
 
     def _is_gone(self, view: WorkerView) -> bool:
         return process_of(view) in self._gone

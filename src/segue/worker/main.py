@@ -254,7 +254,7 @@ def _released_memory(
     """Return what releases the memory of a rank; None: it was not made for that."""
     if not isinstance(runner.memory, ReleasableMemory):
         return None
-    return ReleasedMemory(runner.memory, runner.model, served, sender.send)
+    return ReleasedMemory(runner.memory, runner.model, served, runner.submit_long, sender.send)
 
 
 def _watch_lifeline() -> None:
