@@ -302,6 +302,10 @@ class KVLinkLostError(KVLinkError, code="kv_link_lost"):
     """The other worker cannot be reached, closed the connection, or is silent for too long."""
 
 
+class MemoryServiceLostError(SegueError, status=503, code="owner_lost"):
+    """The memory service has ended, and ``--on-gms-loss exit`` has the engine end with it."""
+
+
 class MemoryServiceError(SegueError, status=503, code="memory_service"):
     """The memory service (``segue gms``) cannot be started, cannot be reached, or refuses a call.
 

@@ -384,6 +384,7 @@ def test_a_stream_keeps_its_engine_alive(tiny_model: Path) -> None:
     assert list(stream)[-1]["text"] == "abcabc"
 
 
+@pytest.mark.alone
 def test_a_workers_death_ends_requests_within_a_second(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,16 +18,15 @@ from tests.attack.gauges import MIB, SPARE, Usage, listener
 from tests.attack.target import Finding, Target, is_documented_refusal, loopback_url
 from tests.attack.watch import HealthProbe, Watch
 
-pytestmark = pytest.mark.alone
-
 USAGE = Usage(resident=500 * MIB, files=40, threads=16)
 
 
+@pytest.mark.alone
 def test_the_attack_finds_nothing_wrong_with_this_server(capsys: pytest.CaptureFixture[str]) -> None:
     # The other groups have tests of their own, with bounds that cannot hold while other tests run.
     groups = ["--group", "mutations", "--group", "storms"]
-    # The bound of 2 s allows for other tests that run at the same time.
-    found = main(["--seconds", "5", "--seed", "1", "--health-s", "2", *groups])
+    # The bound of 2 s allows for other work of the machine.
+    found = main(["--seconds", "3", "--seed", "1", "--health-s", "2", *groups])
     assert found == 0, capsys.readouterr().out
 
 
@@ -128,8 +127,11 @@ def broken() -> Iterator[Target]:
 
 @pytest.mark.parametrize("group", [mutations.run, storms.run])
 def test_answers_of_500_are_found(group: runner.Group) -> None:
+    # A busy machine may let half a second pass before the first request.
+    deadline, findings = time.monotonic() + 60, []
     with broken() as target:
-        findings = group(target, 0.5, Random(1))
+        while not findings and time.monotonic() < deadline:
+            findings = group(target, 0.5, Random(1))
     assert findings and all("answered 500" in finding.seen for finding in findings)
 
 

@@ -27,6 +27,7 @@ from segue.messages.control import (
 )
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
 from segue.worker.main import run_scheduler
+from tests.support.sensitive_model import write_sensitive_model
 
 PROMPT = [504, 2232, 14270, 38567, 12110, 260, 5950, 971, 5256, 28, 284, 3487]
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
@@ -36,14 +37,16 @@ SEEDED = SamplingParams(max_new_tokens=24, temperature=1.0, seed=11, top_p=0.95,
 class Client:
     """The frontend's side of an engine that runs on a thread of this process."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, model: Path, run_dir: Path) -> None:
         context: zmq.Context[Any] = zmq.Context()
         addresses = ("inproc://to_scheduler", "inproc://to_frontend")
         self.sender, self.receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self.receiver.setsockopt(zmq.RCVTIMEO, 60_000)
         self.sender.connect(addresses[0])
         self.receiver.bind(addresses[1])
-        config = EngineConfig(dtype="float32", page_size=16, num_kv_tokens=1024, max_running_requests=4)
+        config = EngineConfig(
+            model=str(model), dtype="float32", page_size=16, num_kv_tokens=1024, max_running_requests=4
+        )
         self.context = context
         self.thread = threading.Thread(
             target=run_scheduler, args=(config, run_dir, addresses, context), kwargs={"embedded": True}
@@ -86,7 +89,8 @@ class Client:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    client = Client(tmp_path_factory.mktemp("run"))
+    model = write_sensitive_model(tmp_path_factory.mktemp("model") / "sensitive-model")
+    client = Client(model, tmp_path_factory.mktemp("run"))
     yield client
     client.close()
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -111,3 +112,19 @@ def test_two_engines_read_one_copy_of_the_weights(
         assert tokens(reader) == before
         gms.end(service, signal.SIGKILL)
         assert tokens(reader) == before
+        gms.until(lambda: bool(reader.get("/health").json().get("owner_lost")), "nobody hears of it")
+
+
+@pytest.mark.alone
+def test_an_engine_that_shall_not_outlive_the_service_ends_within_a_second(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "gms"
+    with (
+        gms.running(directory) as service,
+        serve(*options(tiny_model), "--gms-dir", str(directory), "--on-gms-loss", "exit") as engine,
+    ):
+        gms.end(service, signal.SIGKILL)
+        began = time.monotonic()
+        assert engine.process.wait(gms.DEADLINE_S) == 1
+        assert time.monotonic() - began < 1.0

@@ -70,6 +70,6 @@ def test_a_long_prefix_that_does_not_match_costs_little() -> None:
     length = 200_000
     matcher = StopMatcher(("=" * length + "end",))
     matcher.push("=" * length)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert matcher.push("x") == ("=" * length + "x", None)
-    assert time.perf_counter() - begin < 1.0  # trying every position anew takes several seconds
+    assert time.thread_time() - begin < 1.0  # trying every position anew takes several seconds

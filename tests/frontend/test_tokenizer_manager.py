@@ -512,10 +512,10 @@ def test_state_answers_find_their_callers(bench: Bench) -> None:
 
 def test_a_prompt_of_megabytes_is_refused_by_its_beginning(bench: Bench) -> None:
     async def work() -> None:
-        start = time.perf_counter()
+        start = time.process_time()  # the encoder's threads count
         with pytest.raises(ContextLengthError, match="at least"):
             await bench.submit(request(prompt="Hello world, how are you? " * 500_000))
-        assert time.perf_counter() - start < 1.0  # tokenizing all of it takes several seconds
+        assert time.process_time() - start < 1.0  # tokenizing all of it takes several seconds
 
     run(work())
 

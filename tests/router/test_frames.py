@@ -62,6 +62,6 @@ def test_a_large_frame_in_many_pieces_is_not_joined_again_and_again() -> None:
     """Joining at each piece would copy 64 MiB 512 times on average, which takes seconds."""
     frame = End(bytes(64 << 20))
     data, piece = pack_frame(frame), 1 << 16
-    reader, began = LegReader(), time.perf_counter()
+    reader, began = LegReader(), time.thread_time()
     frames = [each for at in range(0, len(data), piece) for each in reader.feed(data[at : at + piece])]
-    assert frames == [frame] and time.perf_counter() - began < 2
+    assert frames == [frame] and time.thread_time() - began < 2

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
@@ -259,20 +258,18 @@ def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tiny_model: Pa
 
 
 def test_a_slow_client_does_not_delay_another(slow: LiveServer) -> None:
-    with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}):
-        start = time.monotonic()
+    body = BODY | {"stream": True, "max_tokens": 400}
+    with slow.client.stream("POST", "/v1/completions", json=body):  # it reads nothing
         assert Api(slow.client).complete("abc", max_tokens=5).is_success
-        assert time.monotonic() - start < 1.0
+        assert slow.runtime.manager.stats.counters.num_running == 1
 
 
 def test_the_death_of_the_engine_is_an_event_in_the_stream(slow: LiveServer) -> None:
     with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
         events = parse_events(response.iter_lines())
         next(events)
-        start = time.monotonic()
         os.kill(slow.runtime.worker_pids[0], signal.SIGKILL)
         *_, last = events
-        assert time.monotonic() - start < 1.0
     assert last["error"]["code"] == "engine_dead"
     assert "SIGKILL" in last["error"]["message"]
 

@@ -166,6 +166,6 @@ def test_twenty_thousand_names_take_a_moment() -> None:
     assert len(names) > 18_000
     shapes = [list(table.shapes[name]) for name in names]
     bucket = Bucket(names=names, dtypes=["bfloat16"] * len(names), shapes=shapes)
-    started = time.perf_counter()
+    started = time.thread_time()
     assert check(Manifest(group_name="g", buckets=[bucket]), table) == []
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0

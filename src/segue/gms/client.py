@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,14 +49,34 @@ class GmsClient:
     why, and is "lost" if the connection has ended.
     """
 
-    def __init__(self, target: GmsTarget, pins: Sequence[int] = ()) -> None:
-        """Connect; `pins` are the generations that this process read in an earlier session."""
+    def __init__(self, target: GmsTarget, pins: Sequence[int] = (), *, lineage: str = "") -> None:
+        """Connect; `pins` are the generations that this process read in an earlier session.
+
+        `lineage` is that of the service which has numbered them; "": they are numbers of this one.
+        """
         self.target = target
+        self._lineage = lineage
         self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()  # until somebody listens
         self._on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
         self._calls = 0
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._socket: socket.socket
         self.opened = self._open(pins)
+
+    def reopen(self, pins: Sequence[int]) -> None:
+        """Connect again after the connection has ended; `pins` are the generations that are still read.
+
+        Other threads may use the client meanwhile: their calls fail with the code "lost".
+        """
+        opened = GmsClient(replace(self.target, connect_s=0.0), pins, lineage=self.opened.lineage)
+        with self._lock:
+            if self._is_closed:
+                opened.close()
+                raise self._lost("the client is closed")
+            self._socket.close()
+            self._socket = opened._socket
+            self.opened = opened.opened
 
     def _open(self, pins: Sequence[int]) -> wire.SessionOpened:
         """Connect and shake hands; a service that is not there yet is waited for."""
@@ -81,6 +101,7 @@ class GmsClient:
             nonce=target.nonce,
             token=target.token,
             pins=list(pins),
+            lineage=self._lineage,
         )
         try:
             return self._one(hello, wire.SessionOpened)
@@ -184,6 +205,41 @@ class GmsClient:
         """Give a generation up, which is unmapped."""
         self._one(wire.UnpinGeneration(call=self._next(), generation=generation), wire.GenerationNumber)
 
+    def offer(
+        self,
+        generation: int,
+        manifest: WeightsManifest,
+        descriptors: Sequence[int],
+        *,
+        epoch: int,
+        is_loaded: bool,
+        weight_version: str = "",
+        model_path: str | None = None,
+    ) -> int:
+        """Offer what this rank reads to a service that has lost it; returns the number that it has now.
+
+        The number is 0 until all ranks of the engine have offered theirs: then this must be called again. The
+        refusal "other" means that the cohort has other weights, which are newer.
+        """
+        packed_manifest = packed(encode_manifest(manifest))
+        step, number = wire.MAX_DESCRIPTORS - 1, 0
+        try:
+            for first in range(0, max(len(descriptors), 1), step):
+                message = wire.OfferRank(
+                    call=self._next(),
+                    generation=generation,
+                    first=first,
+                    epoch=epoch,
+                    is_loaded=is_loaded,
+                    weight_version=weight_version,
+                    model_path=model_path,
+                )
+                sent = [packed_manifest, *descriptors[first : first + step]]
+                number = self._one(message, wire.GenerationNumber, sent).generation
+        finally:
+            close([packed_manifest])
+        return number
+
     # Epochs, notes, and what people see.
 
     def claim(self, seen: int = 0) -> int:
@@ -255,6 +311,7 @@ class GmsClient:
 
     def close(self) -> None:
         """End the session: leases to write are dropped, and pins end."""
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # which ends a wait for notices
         self._socket.close()

@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 
 from segue.gms.lock_state import (
     AbortEvent,
+    AdoptEvent,
     AskEvent,
     BeatEvent,
     ClaimEvent,
@@ -91,6 +92,8 @@ class WeightsLock:
                 self.done(event.session, event.generation)
             case ClaimEvent():
                 self.claim(event)
+            case AdoptEvent():
+                self.adopt(event)
             case GoneEvent():
                 self.gone(event.session)
             case TickEvent():
@@ -364,6 +367,37 @@ class WeightsLock:
             if lease.is_rw and lease.cohort == event.cohort and lease.parent is not None:
                 self.drop(number, "stale_epoch")
         self.done(event.session, epoch)
+
+    def adopt(self, event: AdoptEvent) -> None:
+        """Take over the weights that an engine reads, unless the cohort has those of a newer engine.
+
+        Whoever loads or updates weights of the cohort meanwhile does so for nothing.
+        """
+        cohort = self.cohort(event.cohort)
+        if cohort.current is not None and event.epoch <= cohort.adopted_from:
+            self.refuse(event.session, "other")
+            return
+        for number, lease in list(self.state.leases.items()):
+            if lease.is_rw and lease.cohort == event.cohort:
+                self.drop(number, "adopted")
+        state, generation = self.state, self.number()
+        readers = () if cohort.current is None else state.readers(cohort.current)
+        state.generations[generation] = WeightsGeneration(
+            key=event.key,
+            is_loaded=event.is_loaded,
+            cohort=event.cohort,
+            slabs=event.slabs,
+            version=event.version,
+            model_path=event.model_path,
+        )
+        epoch = max(cohort.epoch, event.epoch)
+        state.cohorts[event.cohort] = replace(
+            cohort, current=generation, epoch=epoch, adopted_from=event.epoch
+        )
+        state.pins |= {(session, generation) for session in event.sessions}
+        others = tuple(session for session in readers if session not in event.sessions)
+        self.effects.append(CommitEffect(cohort=event.cohort, generation=generation, readers=others))
+        self.done(event.session, generation)
 
     def gone(self, session: int) -> None:
         """Forget a session: what its engine was writing is dropped, and what it read may be freed."""

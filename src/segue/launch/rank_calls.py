@@ -37,6 +37,8 @@ class RankCalls:
     async def wake(self, timeout_s: float, epoch: int = 0) -> None:
         """Wake every rank; returns once all of them have their memory. See :class:`WakeRanks`.
 
+        `epoch` is that under which the engine serves; 0: it is in no cohort.
+
         Raises:
             SegueError: a rank cannot wake, or :meth:`fail` was called.
         """

@@ -18,7 +18,14 @@ from msgspec.structs import asdict
 from segue.bootstrap_hosts import BootstrapHosts
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
-from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
+from segue.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineHungError,
+    EngineStartError,
+    MemoryServiceLostError,
+    SegueError,
+)
 from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.life import WorkerHealth
@@ -96,6 +103,7 @@ class Runtime:
         self._vitals: WorkerHealth | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._is_shut_down = False
+        self._without_owner: set[int] = set()  # ranks that have lost the memory service
         self._context: zmq.Context[Any] = zmq.Context()
         run_dir = RunDir()
         self._workers: WorkerProcesses | EmbeddedScheduler
@@ -265,6 +273,11 @@ class Runtime:
         return self._ranks.silent_s
 
     @property
+    def owner_lost(self) -> bool:
+        """Whether a rank has no session with the memory service that has its memory."""
+        return bool(self._without_owner)
+
+    @property
     def heartbeat_ages(self) -> list[float]:
         """The seconds since each worker's last heartbeat, by rank; empty if embedded."""
         return self._vitals.ages(time.monotonic()) if self._vitals is not None else []
@@ -430,12 +443,22 @@ class Runtime:
                 self._fail_start(error_of(message.kind, message.message))
             case Heartbeat() if self._vitals is not None:
                 self._vitals.note(message, time.monotonic())
+                self._note_owner(message)
             case StartStep():
                 self.life.note_progress()
             case RankAnswer():
                 self._ranks.take(message)
             case Ready() | Heartbeat():  # a second one, or one from before the engine is watched
                 pass
+
+    def _note_owner(self, beat: Heartbeat) -> None:
+        """Note whether a rank has lost the memory service, which may have to end the engine."""
+        self._without_owner = (
+            (self._without_owner | {beat.rank}) if beat.owner_lost else (self._without_owner - {beat.rank})
+        )
+        if beat.owner_lost and self.config.on_gms_loss == "exit" and self.life.error is None:
+            text = f"the memory service in {self.config.gms_dir} has ended (--on-gms-loss exit)"
+            self._die(MemoryServiceLostError(f"{text}; start both again"))
 
     def _on_error(self, error: Exception) -> None:
         """End the engine: a message was lost, so requests could wait forever."""

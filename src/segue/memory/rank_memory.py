@@ -175,6 +175,13 @@ class RankMemory(Protocol):
         """
         ...
 
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """Have a function called from another thread when the memory's owner is away, or there again.
+
+        It gets True if the owner is away. The memory stays meanwhile.
+        """
+        ...
+
     def stage(self, layout: Layout, place: Place) -> Arena:
         """Return an arena for staged weights, with undefined contents.
 
@@ -222,6 +229,9 @@ class PrivateMemory:
 
     def wake(self, epoch: int = 0) -> None:
         """See `RankMemory.wake`: an engine with memory of its own has all of it from the start."""
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`: the owner is this process."""
 
     def stage(self, layout: Layout, place: Place) -> Arena:
         """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""

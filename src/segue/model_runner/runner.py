@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +125,10 @@ class ModelRunner:
     def on_stream(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the stream of the steps, after all submitted steps, and wait for it."""
         return self._stream.submit(work).result()
+
+    def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue `work` that takes long behind all submitted steps, and return at once."""
+        return self._stream.submit_long(work)
 
     def close(self) -> None:
         """Finish all submitted steps and stop."""

@@ -20,6 +20,7 @@ from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.manifest import WeightsManifest
 from segue.gms.messages import GenerationChanged, LeaseLost, WeightsGranted
+from segue.gms.reconnecting import KeptWeights
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
 from segue.memory.binding import tensor_at
@@ -42,8 +43,13 @@ class ServedGeneration:
         arena: Arena,
         manifest: WeightsManifest,
         grant: WeightsGranted,
+        descriptors: list[int],
     ) -> None:
-        """Take over the slabs that were granted, and are mapped in a window, to which an arena is bound."""
+        """Take over the slabs that were granted, and are mapped in a window, to which an arena is bound.
+
+        Their descriptors, of which this object closes those that it gives up, are for a service that has
+        lost them.
+        """
         self.client = client
         self.vmm = vmm
         self.window = window
@@ -57,7 +63,11 @@ class ServedGeneration:
         self.retired: list[int] = []  # generations that are not served any more, and still pinned
         self.abandoned: list[NextGeneration] = []
         self._unpinning = threading.Lock()
-        self._epoch = client.opened.epoch  # an engine that is in no cohort has that of its start
+        self._is_loaded = grant.is_loaded
+        self._versions = {self.number: (self.version, self.model_path)}  # of generations, if known
+        self._descriptors = descriptors
+        self._changing = threading.Lock()  # of what `kept` returns
+        self.epoch = client.opened.epoch  # an engine that is in no cohort has that of its start
 
     @property
     def name(self) -> str:
@@ -65,11 +75,51 @@ class ServedGeneration:
         digests = hashlib.sha256(repr(self.manifest.digests).encode()).hexdigest()
         return f"{self.number}-{digests[:16]}"
 
+    def close(self) -> None:
+        """Give the descriptors up."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def kept(self) -> KeptWeights:
+        """See `reconnecting.HeldWeights`."""
+        with self._changing:
+            version, model_path = self._versions.get(self.number, ("", None))
+            return KeptWeights(
+                generation=self.number,
+                manifest=self.manifest,
+                descriptors=[os.dup(descriptor) for descriptor in self._descriptors],
+                is_loaded=self._is_loaded,
+                weight_version=version,
+                model_path=model_path,
+            )
+
+    def renumber(self, number: int) -> None:
+        """See `reconnecting.HeldWeights`."""
+        with self._changing:
+            self._versions = {number: self._versions.get(self.number, ("", None))}
+            self.number = number
+            self.retired.clear()  # the service does not know them
+
+    def note_version(self, number: int, version: str, model_path: str | None) -> None:
+        """Note the version of a generation, which this rank may serve later."""
+        with self._changing:
+            self._versions[number] = version, model_path
+
+    def replace(self, number: int, manifest: WeightsManifest, descriptors: dict[int, int]) -> None:
+        """Serve another generation, whose slabs are mapped; `descriptors` are of those that differ."""
+        with self._changing:
+            for place, descriptor in descriptors.items():
+                os.close(self._descriptors[place])
+                self._descriptors[place] = descriptor
+            self.number, self.manifest, self._is_loaded = number, manifest, False
+            self._versions = {each: found for each, found in self._versions.items() if each >= number}
+
     def open(self) -> NextGeneration:
         """See `Generations.open`."""
         self.unpin_retired()  # the ask would wait for it, and no other call is made meanwhile
         wanted = structs.replace(self.manifest, digests=[])
-        grant = self.client.ask(wanted, "rw", wait_s=FOLLOW_S, update_epoch=self._epoch)
+        grant = self.client.ask(wanted, "rw", wait_s=FOLLOW_S, update_epoch=self.epoch)
         return self._next(grant)
 
     def join(self, lease: int) -> NextGeneration:
@@ -107,25 +157,22 @@ class ServedGeneration:
 
     def rename(self, version: str) -> None:
         """See `Generations.rename`."""
-        self.client.rename(self.number, self._epoch, version)
+        self.note_version(self.number, version, self._versions.get(self.number, ("", None))[1])
+        self.client.rename(self.number, self.epoch, version)
 
     def claim(self, epoch: int) -> None:
         """See `Generations.claim`."""
-        self._epoch = self.client.claim(seen=epoch - 1)
+        self.epoch = self.client.claim(seen=epoch - 1)
 
     def watch(self, on_changed: Callable[[int, str, str | None], None]) -> None:
         """See `Generations.watch`."""
 
         def on_notice(notice: GenerationChanged | LeaseLost) -> None:
             if isinstance(notice, GenerationChanged):
+                self.note_version(notice.generation, notice.weight_version, notice.model_path)
                 on_changed(notice.generation, notice.weight_version, notice.model_path)
 
-        def run() -> None:
-            while self.client.take_notices():
-                pass
-
         self.client.listen(on_notice)
-        threading.Thread(target=run, name="segue-gms-notices", daemon=True).start()
 
 
 class NextGeneration:
@@ -141,6 +188,7 @@ class NextGeneration:
         self._window = MemoryWindow(served.vmm, served.layout.num_bytes)
         self.arena = bound_arena(served.layout, self._window, served.device)
         self._slabs: dict[int, Slab] = {}  # by their places, in the order in which they were taken
+        self._descriptors: dict[int, int] = {}  # of these slabs
         self._manifest = served.manifest
         self._is_served = False
 
@@ -171,6 +219,7 @@ class NextGeneration:
         """See `NextWeights.commit`."""
         assert self.lease is not None
         self._served.client.commit(self.lease, version, model_path)
+        self._served.note_version(self._number, version, model_path)
 
     def adopt(self) -> None:
         """See `NextWeights.adopt`."""
@@ -180,7 +229,8 @@ class NextGeneration:
             served.window.remap(served.starts[place], slab, writable=False)
         served.window.populate([served.starts[place] for place in self._slabs])
         served.retired.append(served.number)
-        served.number, served.manifest = self._number, self._manifest
+        served.replace(self._number, self._manifest, self._descriptors)
+        self._descriptors = {}
         self._is_served = True
 
     def read(self, manifest: WeightsManifest, descriptors: Sequence[int]) -> None:
@@ -212,6 +262,9 @@ class NextGeneration:
                 client.abort(self.lease, is_abandoned=in_use)
         except MemoryServiceError as error:
             logger.debug("the memory service is not told: %s", error.message)  # it has ended this itself
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
         if in_use:  # something may still write there
             self._served.abandoned.append(self)
             return
@@ -221,15 +274,12 @@ class NextGeneration:
         self._slabs.clear()
 
     def _map(self, places: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
-        """Map slabs at their places; their descriptors are closed."""
+        """Map slabs at their places; their descriptors are this object's now."""
         served = self._served
-        try:
-            for place, descriptor in zip(places, descriptors, strict=True):
-                self._slabs[place] = slab = served.vmm.adopt(descriptor, served.layout.sizes[place])
-                self._window.map(served.starts[place], slab, writable=writable)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        self._descriptors |= zip(places, descriptors, strict=True)
+        for place, descriptor in zip(places, descriptors, strict=True):
+            self._slabs[place] = slab = served.vmm.adopt(descriptor, served.layout.sizes[place])
+            self._window.map(served.starts[place], slab, writable=writable)
 
     def _digests(self) -> list[int]:
         """Return the digest of each slab of the rank: of those that are here, by their present bytes."""

