@@ -30,6 +30,7 @@ import httpx
 
 from bench import cpu_vs_transformers, launch, report, workload
 from bench.before_after import ORDER, Figures, compared
+from segue.checkpoint.source import resolve
 from segue.gms.client import GmsClient, GmsTarget
 from tests.e2e.slabs import slabs_of
 
@@ -64,8 +65,10 @@ class BenchEngine:
 
     def update(self) -> float:
         """Update the weights from the files that they came from; returns the milliseconds of the hold."""
-        path = self._http.get("/model_info").json()["model_path"]
-        answer = self._http.post("/update_weights_from_disk", json={"model_path": path})
+        info = self._http.get("/server_info").json()
+        source = resolve(info["model"], info["load_format"], info["cache_dir"])
+        body = {"model_path": str(source.gguf or source.directory)}
+        answer = self._http.post("/update_weights_from_disk", json=body)
         answer.raise_for_status()
         return 1e3 * float(answer.json()["timings"]["write_s"])
 
