@@ -97,6 +97,17 @@ def test_a_killed_service_adopts_everything_when_it_is_started_again(pair: Pair)
         print(f"adopted {seconds:.2f} s after the start of the process")
 
 
+def test_a_note_that_engines_keep_is_theirs_to_put_again(pair: Pair) -> None:
+    client = target(pair.directory)
+    client.put_note("sizes", b"1", keeps=True)
+    client.put_note("canary", b"2")
+    pair.kill("serve")
+    until(lambda: lost(client), "the killed service answers")
+    pair.start("serve")
+    with target(pair.directory) as again:
+        assert (again.note("sizes"), again.note("canary")) == (None, b"2")
+
+
 def test_a_generation_that_was_being_written_is_loaded_again(pair: Pair) -> None:
     with target(pair.directory) as client:
         grant = client.ask(manifest())

@@ -197,7 +197,8 @@ def _ledger_of(service: MemoryService) -> Ledger:
             for n, each in state.generations.items()
         ],
         ranks=ranks,
-        notes=[(cohort, name, value) for (cohort, name), value in service.notes.items()],
+        # Those that keep a note put it again; if they have ended meanwhile, it must not hold any more.
+        notes=[(*key, value) for key, value in service.notes.items() if key not in service.note_keepers],
     )
 
 

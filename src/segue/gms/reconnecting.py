@@ -19,6 +19,7 @@ from segue.logs import logger
 
 FIRST_PAUSE_S = 0.1  # between two tries; it doubles
 LONGEST_PAUSE_S = 2.0
+CLOSE_S = 1.0  # for the thread to end; it may wait for a service that hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class SessionKeeper:
         """Stop watching, and end the session."""
         self._closed.set()
         self._client.close()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while True:

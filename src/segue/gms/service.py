@@ -72,7 +72,7 @@ class MemoryService:
         self.events: deque[wire.ServiceEvent] = deque(maxlen=256)
         self.num_events = 0
         self._num_sessions = 0
-        self._note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
+        self.note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
         self._slabs = SlabCalls(self)
         self._offers = WeightOffers(self)
         self.fence = ProcessFence(self)
@@ -231,9 +231,9 @@ class MemoryService:
                 session.refuse(message.call, "limit", f"there are {wire.MAX_NOTES} notes already")
                 return
             self.notes[key] = value = message.value
-            self._save()
         if message.keeps:
-            self._note_keepers.setdefault(key, set()).add(session.number)
+            self.note_keepers.setdefault(key, set()).add(session.number)
+        self._save()
         session.port.send(wire.NoteValue(call=message.call, value=value))
 
     def _claimed(self, session: GmsSession, epoch: int) -> None:
@@ -246,10 +246,10 @@ class MemoryService:
 
     def _release_notes(self, session: int) -> None:
         """Remove the notes that no session keeps any more."""
-        for key, keepers in list(self._note_keepers.items()):
+        for key, keepers in list(self.note_keepers.items()):
             keepers.discard(session)
             if not keepers:
-                del self._note_keepers[key]
+                del self.note_keepers[key]
                 self.notes.pop(key, None)
 
     # The lock.
