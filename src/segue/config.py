@@ -369,6 +369,11 @@ class EngineConfig(Options):
     gms_token: str | None = _failover(
         None, "Token of the memory service, if it was started with one.", check=check_key
     )
+    on_gms_loss: Literal["serve", "exit"] = _failover(
+        "serve",
+        "What an engine does that has lost the memory service: 'serve': go on with the memory that it has "
+        "mapped, and connect again; 'exit': end, so that it is started again.",
+    )
     wake: WakeBy = _failover(
         "both",
         "What wakes an engine that stands by: 'lock': the end of the engine that serves; 'manual': POST "

@@ -207,6 +207,10 @@ class PoisonedError(SegueError, status=503, code="weights_poisoned"):
     """A commit of new weights failed half-way. Nothing is generated until all weights have been replaced."""
 
 
+class NewWeightsError(SegueError, status=503, code="new_weights_not_served"):
+    """The memory service has new weights that this engine cannot serve, so it ends, and others go on."""
+
+
 class WeightsReleasedError(SegueError, status=503, code="weights_released"):
     """The memory of the weights was released, and they have not all been sent or loaded since."""
 
@@ -296,6 +300,10 @@ class KVProtocolError(KVLinkError, code="kv_protocol"):
 
 class KVLinkLostError(KVLinkError, code="kv_link_lost"):
     """The other worker cannot be reached, closed the connection, or is silent for too long."""
+
+
+class MemoryServiceLostError(SegueError, status=503, code="owner_lost"):
+    """The memory service has ended, and ``--on-gms-loss exit`` has the engine end with it."""
 
 
 class MemoryServiceError(SegueError, status=503, code="memory_service"):

@@ -52,10 +52,12 @@ class Turn:
     measures how long the pass has taken: a very long one means that the rank hangs.
     """
 
-    __slots__ = ("_began", "_seen", "since")
+    __slots__ = ("_began", "_seen", "hurry", "owner_lost", "since")
 
     def __init__(self) -> None:
         self.since: float | None = None  # when it began, by the monotonic clock; None: the loop waits
+        self.owner_lost = False  # whether the memory service that has the rank's memory is away
+        self.hurry = threading.Event()  # the next heartbeat is due at once
         self._seen: float | None = None  # the value of `since` when it was measured last
         self._began = 0.0  # when the turn in `_seen` began, by the clock of the thread that measures
 
@@ -66,6 +68,11 @@ class Turn:
     def rest(self) -> None:
         """Note that the loop waits for messages."""
         self.since = None
+
+    def note_owner(self, lost: bool) -> None:
+        """Note that the memory service is away, or there again, and tell the frontend at once."""
+        self.owner_lost = lost
+        self.hurry.set()
 
     def seconds(self, awake: float) -> float:
         """Return the seconds of the current turn; 0 while the loop waits.
@@ -95,8 +102,9 @@ def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: 
         socket = context.socket(zmq.PUSH)
         try:
             socket.connect(address)
-            while not stopped.wait(period):
-                beat = Heartbeat(rank, turn.seconds(clock.read(time.monotonic())))
+            while not (turn.hurry.wait(period) and stopped.is_set()):
+                turn.hurry.clear()
+                beat = Heartbeat(rank, turn.seconds(clock.read(time.monotonic())), turn.owner_lost)
                 with suppress(zmq.Again):  # 1,000 heartbeats are unread: drop this one
                     socket.send(encode(beat), zmq.NOBLOCK)
         finally:
@@ -108,4 +116,5 @@ def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: 
         yield turn
     finally:
         stopped.set()
+        turn.hurry.set()
         thread.join()

@@ -18,13 +18,17 @@ import pytest
 
 from bench.failover_soak import soak
 from segue.cluster.pod_process import EnginePart, PodProcess, TakeoverTimes
+from segue.discovery.record import EngineRecord
+from segue.errors import MemoryServiceError
 from tests.conftest import WaitUntil
 from tests.e2e.clustering import KEY, clustered, descendants
 from tests.e2e.slabs import slabs_of
+from tests.gms import running as gms
 from tests.support.streams import ReplyGroup, every_kind
 
 TOKENS = 250
 ATTEMPTS = 4
+ADOPTED_S = 2.0  # from the restart of the memory service until it knows of all engines again
 NEXT_TOKEN_P50_S, NEXT_TOKEN_P99_S = 0.3, 0.8  # from the kill
 
 
@@ -87,6 +91,90 @@ def test_the_engines_read_one_copy_of_the_weights(pod: PodProcess) -> None:
 
 def workers_of(engine: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("killed", [("serve",), ("serve", "hold")], ids=["service", "service and holder"])
+def test_no_client_notices_the_end_of_the_memory_service_and_then_that_of_the_engine(
+    pod: PodProcess, wait_until: WaitUntil, killed: tuple[str, ...]
+) -> None:
+    pod.wait_for_standby()
+    requests = every_kind(model_of(pod), TOKENS)
+    expected = ReplyGroup.send(pod.url, requests).end()
+    group = ReplyGroup.send(pod.url, requests)
+    wait_until(lambda: group.have_begun(10), timeout=30, what="the streams have begun")
+    seconds = kill_memory_service(pod, wait_until, killed)
+    print(f"both engines are known to the service again after {seconds:.2f} s")
+    times = pod.kill_serving()
+    for (path, body), reply, without_kill in zip(requests, group.end(), expected, strict=True):
+        assert reply == without_kill, f"{killed} killed; {path} {body}"
+    assert times.successor.epoch == times.victim.epoch + 1
+    pod.wait_for_standby()  # the killed engine, which has loaded nothing
+    with gms.target(gms_dir(pod), tag="watch") as client:
+        assert len(client.status()["generations"]) == 1
+
+
+@pytest.mark.alone
+def test_a_killed_memory_service_is_there_again_within_two_seconds(
+    pod: PodProcess, wait_until: WaitUntil
+) -> None:
+    found = []
+    for _ in range(ATTEMPTS):  # another process may take the cores at such a moment
+        pod.wait_for_standby()
+        found.append(kill_memory_service(pod, wait_until, ("serve",)))
+        if found[-1] < ADOPTED_S:
+            return
+    raise AssertionError(found)
+
+
+def kill_memory_service(pod: PodProcess, wait_until: WaitUntil, commands: tuple[str, ...]) -> float:
+    """Kill it, or its holder too; returns the seconds from its restart until it knows of both engines.
+
+    The first time it is started again at once. The pauses before further restarts do not count.
+    """
+    pids = memory_processes(pod)
+    for command in commands:
+        os.kill(pids[command], signal.SIGKILL)
+    system = httpx.Client(base_url=record_of(pod).system_url)
+
+    def is_new() -> bool:
+        return memory_processes(pod).get("serve") not in (None, pids["serve"])
+
+    wait_until(is_new, timeout=60, what="a new process")
+    began = time.monotonic()
+
+    def has_both() -> bool:
+        try:
+            with gms.target(gms_dir(pod), tag="watch") as client:
+                readers = [each for found in client.status()["generations"] for each in found["readers"]]
+        except MemoryServiceError:
+            return False
+        return len(readers) == 2
+
+    with system:
+        wait_until(has_both, timeout=60, what="both engines are known again")
+        seconds = time.monotonic() - began
+        wait_until(lambda: "owner_lost" not in system.get("/health").json(), timeout=30, what="the owner")
+    return seconds
+
+
+def record_of(pod: PodProcess) -> EngineRecord:
+    record = pod.serving()
+    assert record is not None
+    return record
+
+
+def gms_dir(pod: PodProcess) -> Path:
+    return next(pod.directory.glob("segue-*/gms"))
+
+
+def memory_processes(pod: PodProcess) -> dict[str, int]:
+    """The processes of the memory service and its holder, by their commands."""
+    found = {}
+    for pid, words in descendants(pod.process.pid).items():
+        for command in ("serve", "hold"):
+            if command in words and any("gms_app" in word for word in words):
+                found[command] = pid
+    return found
 
 
 @pytest.mark.alone

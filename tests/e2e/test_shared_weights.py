@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -100,8 +101,6 @@ def test_two_engines_read_one_copy_of_the_weights(
         assert sum(share for _, share, _ in mapped) <= 1.02 * copy, mapped
         assert mapped[0][2] == mapped[1][2] == {"r--p"}, "nobody may write to them"
 
-        refused = second.post("/update_weights_from_disk", {"model_path": str(tiny_model)})
-        assert refused.status_code == 400 and "--gms-mode off" in refused.text, refused.text
         reply = second.post("/weights_checker", {"action": "checksum"})
         assert reply.status_code == 200, reply.text
         if stranger is not None:
@@ -113,3 +112,19 @@ def test_two_engines_read_one_copy_of_the_weights(
         assert tokens(reader) == before
         gms.end(service, signal.SIGKILL)
         assert tokens(reader) == before
+        gms.until(lambda: bool(reader.get("/health").json().get("owner_lost")), "nobody hears of it")
+
+
+@pytest.mark.alone
+def test_an_engine_that_shall_not_outlive_the_service_ends_within_a_second(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "gms"
+    with (
+        gms.running(directory) as service,
+        serve(*options(tiny_model), "--gms-dir", str(directory), "--on-gms-loss", "exit") as engine,
+    ):
+        gms.end(service, signal.SIGKILL)
+        began = time.monotonic()
+        assert engine.process.wait(gms.DEADLINE_S) == 1
+        assert time.monotonic() - began < 1.0

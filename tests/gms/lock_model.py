@@ -10,9 +10,11 @@ from typing import Literal
 from segue.gms import fsm
 from segue.gms.lock_state import (
     AbortEvent,
+    AdoptEvent,
     AskEvent,
     AskMode,
     ClaimEvent,
+    Cohort,
     CommitEffect,
     DoneEffect,
     DropEffect,
@@ -49,6 +51,7 @@ class Scenario:
     num_sessions: int = 4
     max_epoch: int = 0
     pins: Literal["none", "unpin", "all"] = "none"  # which events about pins happen
+    offers: bool = False  # whether engines offer what they read, with an epoch up to max_epoch
     has_slabs: bool = False  # whether ranks get slabs: two for a load, and one for an update
 
 
@@ -78,6 +81,9 @@ def events(scenario: Scenario, state: WeightsState) -> Iterator[tuple[WeightsEve
                     yield AbortEvent(session=session, lease=lease, is_abandoned=True), 0.0
             elif found.rank_of(session) is None and len(found.ranks) > 1:
                 yield JoinEvent(session=session, lease=lease, rank=1), 0.0
+        if scenario.offers:
+            for epoch in range(scenario.max_epoch + 1):
+                yield offer(session, epoch), 0.0
         if scenario.pins != "none":
             for generation in state.generations:
                 if (session, generation) in state.pins:
@@ -89,6 +95,12 @@ def events(scenario: Scenario, state: WeightsState) -> Iterator[tuple[WeightsEve
             yield ClaimEvent(session=1, cohort=name, seen=0), 0.0
         if scenario.max_epoch and cohort.current is not None:
             yield RenameEvent(session=1, cohort=name, generation=cohort.current, epoch=0, version="v"), 0.0
+
+
+def offer(session: int, epoch: int) -> AdoptEvent:
+    return AdoptEvent(
+        session=session, sessions=(session,), cohort="a", key="k", is_loaded=True, slabs=((),), epoch=epoch
+    )
 
 
 def slab_events(
@@ -288,7 +300,7 @@ def check_effects(
     if isinstance(event, AskEvent):
         asked.setdefault(event.session, event)
     for each in effects:
-        if isinstance(each, CommitEffect):
+        if isinstance(each, CommitEffect) and not isinstance(event, AdoptEvent):
             check_commit(before, after, each)
         elif isinstance(each, GrantEffect) and not isinstance(event, JoinEvent):
             check_grant(before, after, asked[each.session], each)
@@ -301,12 +313,30 @@ def check_effects(
         need(all(session != event.session for session, _ in after.pins), "a gone session pins")
         leases = after.leases.values()
         need(all(lease.rank_of(event.session) is None for lease in leases), "a gone session has a lease")
+    if isinstance(event, AdoptEvent):
+        check_adoption(before, event, after, effects)
     if isinstance(event, ClaimEvent):
         updates = [each for each in after.leases.values() if each.is_rw and each.parent is not None]
         need(all(each.cohort != event.cohort for each in updates), "an old engine's update goes on")
         need(after.cohorts[event.cohort].epoch > event.seen, "a claimed epoch is not the highest")
     for name, cohort in before.cohorts.items():
         need(after.cohorts[name].epoch >= cohort.epoch, "an epoch falls")
+
+
+def check_adoption(
+    before: WeightsState, event: AdoptEvent, after: WeightsState, effects: list[WeightsEffect]
+) -> None:
+    had, has = before.cohorts.get(event.cohort, Cohort()), after.cohorts.get(event.cohort, Cohort())
+    if had.current is not None and had.adopted_from >= event.epoch:
+        need(has == had, "an older engine's weights replace those of a newer one")
+        need(any(isinstance(each, RefuseEffect) for each in effects), "an offer is taken and dropped")
+        return
+    need(has.current is not None and has.current != had.current, "an offer is lost")
+    need(has.adopted_from == event.epoch <= has.epoch, "it is not known who has offered what is current")
+    need((event.session, has.current) in after.pins, "an engine does not pin what it has offered")
+    writers = [each for each in after.leases.values() if each.is_rw and each.cohort == event.cohort]
+    # One that was granted by this step has waited, and loads nothing: the cohort has weights.
+    need(not writers or writers[0].parent is not None, "a session loads what would replace an offer")
 
 
 def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect) -> None:
@@ -330,6 +360,7 @@ def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect
 def check_grant(before: WeightsState, after: WeightsState, asked: AskEvent, effect: GrantEffect) -> None:
     if asked.is_update:
         need(asked.epoch == after.cohorts[asked.cohort].epoch, "an engine of another epoch updates")
+        need((asked.session, effect.parent) in before.pins, "an engine updates what it does not serve")
     if effect.mode == "ro":
         generation = after.generations[effect.generation]
         need(asked.mode != "rw", "an engine reads that asked to write")

@@ -17,6 +17,7 @@ import pytest
 
 from segue.errors import MemoryServiceError, WeightsMismatchError
 from segue.gms.client import GmsClient
+from segue.gms.manifest import WeightsManifest
 from segue.memory.memfd import MemfdVMM
 from segue.memory.window import MemoryWindow
 from tests.gms.running import SLAB, manifest, refusal, running, target, until
@@ -184,9 +185,9 @@ def test_an_update_shares_the_slabs_that_it_leaves_as_they_are(directory: Path) 
         want = manifest(3, model="shares", digests=(0, 7, 2))
         grant = active.ask(want, "rw", update_epoch=0)
         os.close(active.allocate(grant.lease, [SLAB])[0])
-        assert refusal(lambda: active.seal(grant.lease, want, [0])).code == "slabs", "one slab is missing"
-        assert refusal(lambda: active.seal(grant.lease, want, [0, 1, 2])).code == "slabs", "one is left over"
-        active.seal(grant.lease, want, shared=[0, 2])
+        for places in ([], [0, 1], [3]):
+            assert sealing(active, grant.lease, want, places) == "slabs", places
+        active.seal(grant.lease, want, places=[1])
         second = active.commit(grant.lease, "v2", "/new")
         old, new = (inodes(active, number) for number in (first, second))
         assert [one == other for one, other in zip(old, new, strict=True)] == [True, False, True]
@@ -202,6 +203,11 @@ def test_an_update_shares_the_slabs_that_it_leaves_as_they_are(directory: Path) 
             assert [each.weight_version for each in other.notices] == ["v3"]  # type: ignore[union-attr]
 
 
+def sealing(client: GmsClient, lease: int, want: WeightsManifest, places: list[int] | None) -> str:
+    """The code with which a rank's slabs are refused."""
+    return refusal(lambda: client.seal(lease, want, places)).code
+
+
 def inodes(client: GmsClient, generation: int) -> list[int]:
     _, descriptors = client.export(generation, 0)
     found = [os.fstat(descriptor).st_ino for descriptor in descriptors]
@@ -214,7 +220,7 @@ def test_notices_come_to_a_thread_that_waits_for_them(directory: Path) -> None:
     with target(directory, cohort="notices") as active, target(directory, cohort="notices") as shadow:
         load(active, model="notices")
         found: list[object] = []
-        shadow.on_notice = found.append
+        shadow.listen(found.append)
         generation = shadow.ask(manifest(model="notices")).generation
         ended: list[bool] = []
 

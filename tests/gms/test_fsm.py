@@ -14,6 +14,7 @@ from segue.gms import fsm
 from segue.gms.fsm import WeightsLock
 from segue.gms.lock_state import (
     AbortEvent,
+    AdoptEvent,
     AskEvent,
     BeatEvent,
     ClaimEvent,
@@ -44,6 +45,7 @@ COHORTS = Scenario(asks=(ask(), ask(cohort="b"), ask(cohort="b", key="other")), 
 UPDATES = Scenario(asks=(ask(), update(0), update(1)), max_epoch=1, pins="unpin", num_sessions=2)
 SLABS = Scenario(asks=(ask(), update(0)), has_slabs=True, num_sessions=2)
 FOLLOWED = replace(SLABS, pins="unpin")
+OFFERS = Scenario(asks=(ask(), update(1)), offers=True, max_epoch=1, num_sessions=2)
 SHARED = Scenario(asks=(ask(), ask(cohort="b"), update(0)), num_sessions=2)
 SCENARIOS = {
     "race": RACE,
@@ -53,6 +55,7 @@ SCENARIOS = {
     "updates": UPDATES,
     "shared": SHARED,
     "slabs": SLABS,
+    "offers": OFFERS,
 }
 LARGE = Scenario(
     asks=(
@@ -64,6 +67,7 @@ LARGE = Scenario(
     max_epoch=2,
     pins="all",
     has_slabs=True,
+    offers=True,
 )
 
 
@@ -134,6 +138,43 @@ def only_the_end_of_rank_0_ends_a_lease_to_write(patch: Patch) -> None:
         self.effects = [each for each in self.effects if not isinstance(each, DropEffect)]
 
     patch.setattr(WeightsLock, "gone", lenient)
+
+
+@bug("offers")
+def whoever_offers_last_is_believed(patch: Patch) -> None:
+    adopt = WeightsLock.adopt
+
+    def credulous(self: WeightsLock, event: AdoptEvent) -> None:
+        cohort = self.cohort(event.cohort)
+        self.state.cohorts[event.cohort] = replace(cohort, adopted_from=-1)
+        adopt(self, event)
+
+    patch.setattr(WeightsLock, "adopt", credulous)
+
+
+@bug("offers")
+def a_load_goes_on_beside_an_offer(patch: Patch) -> None:
+    adopt = WeightsLock.adopt
+
+    def lenient(self: WeightsLock, event: AdoptEvent) -> None:
+        held = {number: lease for number, lease in self.state.leases.items() if lease.is_rw}
+        adopt(self, event)
+        self.state.leases |= held
+        self.effects = [each for each in self.effects if not isinstance(each, DropEffect)]
+
+    patch.setattr(WeightsLock, "adopt", lenient)
+
+
+@bug("offers")
+def an_engine_does_not_keep_what_it_offers(patch: Patch) -> None:
+    adopt = WeightsLock.adopt
+
+    def careless(self: WeightsLock, event: AdoptEvent) -> None:
+        pins = self.state.pins
+        adopt(self, event)
+        self.state.pins = pins
+
+    patch.setattr(WeightsLock, "adopt", careless)
 
 
 @bug("updates")

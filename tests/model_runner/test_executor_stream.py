@@ -1,10 +1,11 @@
-"""The stream of a CPU: work runs in order on one thread, and never after a failure."""
+"""Streams: work runs in order, and never after a failure; what takes long holds nobody up."""
 
 import threading
 
 import pytest
+import torch
 
-from segue.model_runner.executor import ComputeStream
+from segue.model_runner.executor import ComputeStream, CUDAStream
 
 
 @pytest.fixture
@@ -52,3 +53,41 @@ def test_close_finishes_submitted_work():
         stream.submit(lambda i=i: seen.append(i))
     stream.close()
     assert seen == [0, 1, 2, 3, 4]
+
+
+class FakeStream:
+    """Stands for `torch.Stream` where there is no GPU."""
+
+    current = threading.local()
+
+    def __init__(self, *_, stream_id=7, device_index=0, device_type=1, **__):
+        self.stream_id, self.device_index, self.device_type = stream_id, device_index, device_type
+        self._owner = None
+
+    def __enter__(self):
+        assert self._owner is None, "the object is current in two threads"
+        self._owner = threading.get_ident()
+        self.current.id = self.stream_id
+
+    def __exit__(self, *_):
+        self._owner = self.current.id = None
+
+    def synchronize(self): ...
+
+
+def test_on_cuda_what_takes_long_does_not_hold_up_the_thread_that_submits_steps(monkeypatch):
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    stream, gate = CUDAStream(torch.device("cuda", 0)), threading.Event()
+
+    def copy_weights():
+        assert gate.wait(10), "nothing else ran meanwhile"
+        return FakeStream.current.id
+
+    first, second = stream.submit_long(copy_weights), stream.submit_long(lambda: "second")
+    assert stream.submit(lambda: FakeStream.current.id).result(timeout=10) == 7
+    assert not first.done() and not second.done()
+    gate.set()
+    assert first.result(timeout=10) == 7, "it is queued on the stream of the steps"
+    assert second.result(timeout=10) == "second"
+    stream.close()

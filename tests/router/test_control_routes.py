@@ -302,5 +302,8 @@ def test_an_operation_while_no_engine_of_a_cohort_is_active_may_be_sent_again(tm
                 reply = await router.http.post(path, json={"new_version": "2"})
                 assert reply.status_code == 503 and reply.headers["retry-after"]
                 assert "no engine of cohort c is active now" in reply.json()["message"]
+            router.registry.served["c"] -= 61.0  # the router has been idle for a minute
+            reply = await router.http.post("/pause_generation")
+            assert (reply.status_code, reply.json()["error_code"]) == (503, "no_worker")
 
     run(test())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -239,8 +240,30 @@ def test_a_wait_in_vain_ends_with_an_error_that_names_the_cohort_and_the_option(
             reply = await router.generate(stream=is_stream)
             assert reply.status_code == 503 and reply.json()["error_code"] == "no_worker"
             assert reply.headers["retry-after"]
-            text = "the request waited 0.2 s (--resume-timeout-s) for an active engine of cohort c"
-            assert text in reply.json()["message"]
+            text = (
+                r"no engine of cohort c has been active for \d+\.\d s, and requests wait for at most 0.2 s "
+            )
+            assert re.match(text + r"\(--resume-timeout-s\): no worker", reply.json()["message"])
+
+    run(test())
+
+
+def test_a_request_that_comes_long_after_the_last_engine_is_refused_at_once(directory: Path) -> None:
+    async def test() -> None:
+        engine, again = CohortEngine(directory, 1, finish), CohortEngine(directory, 2, finish)
+        async with discovering(directory, engine) as router:
+            await lost(router, engine)
+            router.registry.served["c"] -= 61.0  # the router has been idle for a minute
+            reply = await asyncio.wait_for(router.generate(), 5)
+            assert reply.status_code == 503 and reply.json()["error_code"] == "no_worker"
+            assert re.match(r"no engine of cohort c has been active for 6\d", reply.json()["message"])
+            assert router.registry.counters.waits == 0 and router.registry.counters.refused == 1
+            await again.serve()
+            await until(lambda: router.serves(again), "it serves")
+            await lost(router, again)
+            request = asyncio.create_task(router.generate())
+            await waiting(router)  # its engine has been lost just now
+            request.cancel()
 
     run(test())
 

@@ -44,6 +44,7 @@ class StandIn:
     trouble: SegueError | None = None
     epoch: int = 0
     manager: Any = field(default_factory=lambda: SimpleNamespace(ready=SimpleNamespace(device="cuda:0")))
+    owner_lost: bool = False
 
 
 class Port:

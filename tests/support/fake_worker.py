@@ -62,7 +62,7 @@ class FakeRank:
     def deep_ping(self) -> None:
         pass
 
-    def wake(self) -> None:
+    def wake(self, epoch: int) -> None:
         if self.tp.rank != int(os.environ.get("FAKE_WAKE_RANK", "0")):
             return
         match os.environ.get("FAKE_WAKE"):

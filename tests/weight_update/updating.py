@@ -20,7 +20,7 @@ from torch import Tensor
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
-from segue.memory.rank_memory import PrivateMemory
+from segue.memory.rank_memory import PrivateMemory, RankMemory
 from segue.messages.weight_operations import Bucket, Group, Manifest, UpdateFromDisk
 from segue.messages.weight_update import Join, Load, RankReply, Receive, Received, Stage
 from segue.model_runner.executor import ComputeStream, make_stream
@@ -89,7 +89,7 @@ def rank_of(
     source = resolve(str(path), options.pop("load_format", "auto"), Path("/nonexistent"))
     device = torch.device(options.pop("device", "cpu"))
     model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
-    memory = PrivateMemory(device)
+    memory: RankMemory = options.pop("memory", None) or PrivateMemory(device)
     arena = load_weights(model, source.config, source, tp, memory, dtype)
     model.build_derived()
     stream = make_stream(device)

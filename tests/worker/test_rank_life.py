@@ -30,8 +30,8 @@ class Rank:
     def deep_ping(self) -> None:
         self.done.append("ping")
 
-    def wake(self) -> None:
-        self.done.append("wake")
+    def wake(self, epoch: int) -> None:
+        self.done.append(f"wake {epoch}")
         if self.error is not None:
             raise self.error
 
@@ -52,7 +52,7 @@ def test_only_a_deep_ping_runs_something() -> None:
 
 def test_a_wake_without_a_limit_starts_no_watchdog() -> None:
     rank = Rank()
-    assert answers_of(rank, WakeRanks(3, 0.0), EndWake()) == [RankAnswer(3, 0)] and rank.done == ["wake"]
+    assert answers_of(rank, WakeRanks(3, 0.0, 7), EndWake()) == [RankAnswer(3, 0)] and rank.done == ["wake 7"]
 
 
 def test_a_rank_that_cannot_wake_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,10 @@ REFUSALS = {
     "busy": "this session waits already, or has a lease",
     "lease": "this session has no such lease to write; the service may have been started again",
     "rank": "this rank is taken, is not of this lease, or may not do this",
+    "behind": "another engine of the cohort has just changed the weights, and this one has not taken them "
+    "over yet; retry the update",
     "generation": "there is no such committed generation, or it is not the cohort's current one",
+    "other": "the cohort has other weights than this engine, so one of them is stale; this one must end",
     "slabs": "the manifest is not one of the rank's slabs",
 }
 
@@ -52,6 +55,7 @@ def answer(
                 generation=effect.generation,
                 mode=effect.mode,
                 parent=effect.parent,
+                is_loaded=effect.parent is None if found is None else found.is_loaded,
                 weight_version="" if found is None else found.version,
                 model_path=None if found is None else found.model_path,
             )

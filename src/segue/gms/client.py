@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,14 +49,34 @@ class GmsClient:
     why, and is "lost" if the connection has ended.
     """
 
-    def __init__(self, target: GmsTarget, pins: Sequence[int] = ()) -> None:
-        """Connect; `pins` are the generations that this process read in an earlier session."""
+    def __init__(self, target: GmsTarget, pins: Sequence[int] = (), *, lineage: str = "") -> None:
+        """Connect; `pins` are the generations that this process read in an earlier session.
+
+        `lineage` is that of the service which has numbered them; "": they are numbers of this one.
+        """
         self.target = target
-        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()
-        self.on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
+        self._lineage = lineage
+        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()  # until somebody listens
+        self._on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
         self._calls = 0
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._socket: socket.socket
         self.opened = self._open(pins)
+
+    def reopen(self, pins: Sequence[int]) -> None:
+        """Connect again after the connection has ended; `pins` are the generations that are still read.
+
+        Other threads may use the client meanwhile: their calls fail with the code "lost".
+        """
+        opened = GmsClient(replace(self.target, connect_s=0.0), pins, lineage=self.opened.lineage)
+        with self._lock:
+            if self._is_closed:
+                opened.close()
+                raise self._lost("the client is closed")
+            self._socket.close()
+            self._socket = opened._socket
+            self.opened = opened.opened
 
     def _open(self, pins: Sequence[int]) -> wire.SessionOpened:
         """Connect and shake hands; a service that is not there yet is waited for."""
@@ -81,6 +101,7 @@ class GmsClient:
             nonce=target.nonce,
             token=target.token,
             pins=list(pins),
+            lineage=self._lineage,
         )
         try:
             return self._one(hello, wire.SessionOpened)
@@ -139,14 +160,15 @@ class GmsClient:
         message = wire.GetManifest(call=self._next(), generation=generation, rank=rank)
         return decode_manifest(self._file(message, wire.ManifestGiven))
 
-    def seal(self, lease: int, manifest: WeightsManifest, shared: Sequence[int] = ()) -> list[int]:
+    def seal(self, lease: int, manifest: WeightsManifest, places: Sequence[int] | None = None) -> list[int]:
         """Make the slabs final, which are unmapped; returns the ranks that have not done so yet.
 
-        `shared` are the numbers of the slabs that an update leaves as they are.
+        `places` are the numbers of the slabs that an update has taken, in this order; it shares the others.
         """
         descriptor = packed(encode_manifest(manifest))
         try:
-            message = wire.SealRank(call=self._next(), lease=lease, shared=list(shared))
+            numbers = None if places is None else list(places)
+            message = wire.SealRank(call=self._next(), lease=lease, places=numbers)
             return self._one(message, wire.RankSealed, [descriptor]).missing
         finally:
             close([descriptor])
@@ -182,6 +204,41 @@ class GmsClient:
     def unpin(self, generation: int) -> None:
         """Give a generation up, which is unmapped."""
         self._one(wire.UnpinGeneration(call=self._next(), generation=generation), wire.GenerationNumber)
+
+    def offer(
+        self,
+        generation: int,
+        manifest: WeightsManifest,
+        descriptors: Sequence[int],
+        *,
+        epoch: int,
+        is_loaded: bool,
+        weight_version: str = "",
+        model_path: str | None = None,
+    ) -> int:
+        """Offer what this rank reads to a service that has lost it; returns the number that it has now.
+
+        The number is 0 until all ranks of the engine have offered theirs: then this must be called again. The
+        refusal "other" means that the cohort has other weights, which are newer.
+        """
+        packed_manifest = packed(encode_manifest(manifest))
+        step, number = wire.MAX_DESCRIPTORS - 1, 0
+        try:
+            for first in range(0, max(len(descriptors), 1), step):
+                message = wire.OfferRank(
+                    call=self._next(),
+                    generation=generation,
+                    first=first,
+                    epoch=epoch,
+                    is_loaded=is_loaded,
+                    weight_version=weight_version,
+                    model_path=model_path,
+                )
+                sent = [packed_manifest, *descriptors[first : first + step]]
+                number = self._one(message, wire.GenerationNumber, sent).generation
+        finally:
+            close([packed_manifest])
+        return number
 
     # Epochs, notes, and what people see.
 
@@ -219,6 +276,13 @@ class GmsClient:
         """Whether the service has ended the connection."""
         return self._socket.fileno() < 0 or shared.is_closed(self._socket)
 
+    def listen(self, on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None]) -> None:
+        """Have a function take all notices, those too that have come already; any thread may call it."""
+        with self._lock:
+            self._on_notice = on_notice
+            while self.notices:
+                on_notice(self.notices.popleft())
+
     def take_notices(self) -> bool:
         """Wait for notices, and take those that have come; returns False once the connection has ended.
 
@@ -239,7 +303,7 @@ class GmsClient:
                     reply = wire.decode_reply(frame) if frame else None
                     if not isinstance(reply, wire.GenerationChanged | wire.LeaseLost):
                         return False
-                    self.on_notice(reply)
+                    self._on_notice(reply)
             except BlockingIOError:
                 return True
             except (OSError, GmsFrameError, msgspec.MsgspecError):
@@ -247,6 +311,7 @@ class GmsClient:
 
     def close(self) -> None:
         """End the session: leases to write are dropped, and pins end."""
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # which ends a wait for notices
         self._socket.close()
@@ -364,7 +429,7 @@ class GmsClient:
                 return reply
             match reply:
                 case wire.GenerationChanged() | wire.LeaseLost():
-                    self.on_notice(reply)
+                    self._on_notice(reply)
                 case wire.StillWaiting():
                     on_wait(reply.position)
                 case wire.CallRefused():

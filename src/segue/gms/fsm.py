@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 
 from segue.gms.lock_state import (
     AbortEvent,
+    AdoptEvent,
     AskEvent,
     BeatEvent,
     ClaimEvent,
@@ -91,6 +92,8 @@ class WeightsLock:
                 self.done(event.session, event.generation)
             case ClaimEvent():
                 self.claim(event)
+            case AdoptEvent():
+                self.adopt(event)
             case GoneEvent():
                 self.gone(event.session)
             case TickEvent():
@@ -161,6 +164,8 @@ class WeightsLock:
             return None
         if state.generations[current].key != ask.key:
             return RefuseEffect(session=ask.session, code="mismatch", generation=current)
+        if (ask.session, current) not in state.pins:
+            return RefuseEffect(session=ask.session, code="behind", generation=current)
         return None if self.pinned(ask.cohort) else "rw"
 
     def pinned(self, cohort: str) -> tuple[int, tuple[int, ...]] | None:
@@ -363,6 +368,37 @@ class WeightsLock:
                 self.drop(number, "stale_epoch")
         self.done(event.session, epoch)
 
+    def adopt(self, event: AdoptEvent) -> None:
+        """Take over the weights that an engine reads, unless the cohort has those of a newer engine.
+
+        Whoever loads or updates weights of the cohort meanwhile does so for nothing.
+        """
+        cohort = self.cohort(event.cohort)
+        if cohort.current is not None and event.epoch <= cohort.adopted_from:
+            self.refuse(event.session, "other")
+            return
+        for number, lease in list(self.state.leases.items()):
+            if lease.is_rw and lease.cohort == event.cohort:
+                self.drop(number, "adopted")
+        state, generation = self.state, self.number()
+        readers = () if cohort.current is None else state.readers(cohort.current)
+        state.generations[generation] = WeightsGeneration(
+            key=event.key,
+            is_loaded=event.is_loaded,
+            cohort=event.cohort,
+            slabs=event.slabs,
+            version=event.version,
+            model_path=event.model_path,
+        )
+        epoch = max(cohort.epoch, event.epoch)
+        state.cohorts[event.cohort] = replace(
+            cohort, current=generation, epoch=epoch, adopted_from=event.epoch
+        )
+        state.pins |= {(session, generation) for session in event.sessions}
+        others = tuple(session for session in readers if session not in event.sessions)
+        self.effects.append(CommitEffect(cohort=event.cohort, generation=generation, readers=others))
+        self.done(event.session, generation)
+
     def gone(self, session: int) -> None:
         """Forget a session: what its engine was writing is dropped, and what it read may be freed."""
         state = self.state
@@ -446,7 +482,6 @@ def is_whole(slabs: tuple[int, ...], own: tuple[int, ...], parent: tuple[int, ..
     """Return whether the slabs of a rank are its own ones, and the parent's at the places of the others."""
     if parent is None:
         return slabs == own
-    is_own = tuple(slab for slab in slabs if slab in own) == own
-    if not is_own or len(slabs) != len(parent):
+    if len(slabs) != len(parent) or not set(own) <= set(slabs) or len(set(slabs)) != len(slabs):
         return False
     return all(slab in own or slab == old for slab, old in zip(slabs, parent, strict=True))

@@ -28,7 +28,7 @@ from segue.gms.transport import (
 )
 from segue.logs import logger
 from segue.memory import shared
-from segue.memory.memfd import is_sealed
+from segue.memory.memfd import check_slab
 
 TIMEOUT_S = 1.0  # a holder that takes no message for so long counts as lost
 LEDGER = "ledger"
@@ -65,6 +65,7 @@ class HeldCohort(msgspec.Struct, frozen=True, array_like=True):
 class Ledger(msgspec.Struct, frozen=True):
     """What the holder's descriptors are."""
 
+    lineage: str
     serial: int
     cohorts: list[HeldCohort]
     generations: list[HeldGeneration]
@@ -188,6 +189,7 @@ def _ledger_of(service: MemoryService) -> Ledger:
         if generation in state.generations
     ]
     return Ledger(
+        lineage=service.lineage,
         serial=state.serial,
         cohorts=[HeldCohort(name, each.current, each.epoch) for name, each in state.cohorts.items()],
         generations=[
@@ -215,7 +217,7 @@ def _adopt(service: MemoryService, found: dict[str, int]) -> int:
 def _restore(service: MemoryService, ledger: Ledger, found: dict[str, int]) -> int:
     """Give a service the contents of a ledger; generations that are not whole are left out."""
     state = service.state
-    state.serial = ledger.serial
+    service.lineage, state.serial = ledger.lineage, ledger.serial
     service.notes = {(cohort, name): value for cohort, name, value in ledger.notes}
     currents = {cohort.current for cohort in ledger.cohorts}
     for each in ledger.generations:
@@ -240,7 +242,7 @@ def _restore(service: MemoryService, ledger: Ledger, found: dict[str, int]) -> i
         )
     for cohort in ledger.cohorts:
         current = cohort.current if cohort.current in state.generations else None
-        state.cohorts[cohort.name] = Cohort(current=current, epoch=cohort.epoch)
+        state.cohorts[cohort.name] = Cohort(current=current, epoch=cohort.epoch, adopted_from=cohort.epoch)
     return len(state.generations)
 
 
@@ -268,6 +270,5 @@ def _check_rank(service: MemoryService, held: HeldRank, found: dict[str, int]) -
     if manifest.identity.slab_sizes != held.sizes:
         raise SharedMemoryError(f"the manifest of rank {held.rank} is one of other slabs")
     for number, size in enumerate(held.sizes):
-        descriptor = found[f"slab/{place}/{number}"]
-        if held.device == "cpu" and (os.fstat(descriptor).st_size != size or not is_sealed(descriptor)):
-            raise SharedMemoryError(f"slab {number} of rank {held.rank} is not sealed, or has another size")
+        if held.device == "cpu":
+            check_slab(found[f"slab/{place}/{number}"], size)

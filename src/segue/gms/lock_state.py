@@ -22,13 +22,14 @@ from math import inf
 from typing import Literal
 
 AskMode = Literal["rw", "ro", "rw_or_ro"]
-DropReason = Literal["gone", "aborted", "abandoned", "stalled", "stale_epoch"]
+DropReason = Literal["gone", "aborted", "abandoned", "stalled", "stale_epoch", "adopted"]
 # committed: there are weights already. nothing: there are none to update. mismatch: they are of another key.
 # pinned: a retired generation of the cohort is still read. stale_epoch: a newer engine has taken over.
 # timeout: the wait is over. busy: the session waits already, or has a lease. lease: the lease is not one of
 # this session. rank: the rank is taken, or the lease has no such rank. unsealed: a rank has not sealed its
-# slabs. generation: there is no such committed generation. slabs: the slabs of a sealed rank are neither its
-# own ones nor those of the parent at the same places.
+# slabs. behind: the engine wants to update, but has not taken over another update yet. generation: there
+# is no such committed generation. slabs: those of a sealed rank are neither its own nor the parent's. other:
+# the cohort has other weights than an engine offers, which a newer engine has offered.
 RefusalCode = Literal[
     "committed",
     "nothing",
@@ -40,8 +41,10 @@ RefusalCode = Literal[
     "lease",
     "rank",
     "unsealed",
+    "behind",
     "generation",
     "slabs",
+    "other",
 ]
 
 
@@ -151,6 +154,21 @@ class ClaimEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptEvent:
+    """All ranks of an engine have offered the weights that they read, which the service has lost."""
+
+    session: int  # of the rank that was last
+    sessions: tuple[int, ...]  # of all its ranks
+    cohort: str
+    key: str
+    is_loaded: bool
+    slabs: tuple[tuple[int, ...], ...]  # of each rank
+    epoch: int  # of the engine; 0: it does not serve
+    version: str = ""
+    model_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GoneEvent:
     """A session's connection has ended, and most likely its process."""
 
@@ -174,6 +192,7 @@ WeightsEvent = (
     | PinEvent
     | UnpinEvent
     | ClaimEvent
+    | AdoptEvent
     | GoneEvent
     | TickEvent
 )
@@ -305,6 +324,7 @@ class Cohort:
 
     current: int | None = None  # generation
     epoch: int = 0  # of its active engine
+    adopted_from: int = 0  # the epoch of the engine that has offered the current generation; 0: it was loaded
 
 
 @dataclass(slots=True)

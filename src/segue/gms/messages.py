@@ -55,6 +55,7 @@ class OpenSession(Message, frozen=True):
     pins: Annotated[
         list[Number], Meta(max_length=16)
     ] = []  # generations that it still reads, after a reconnect
+    lineage: Annotated[str, Meta(max_length=64)] = ""  # whose numbers these are; "": those of this service
 
 
 class AskWeights(Message, frozen=True):
@@ -97,12 +98,12 @@ class GetManifest(Message, frozen=True):
 class SealRank(Message, frozen=True):
     """Says that a rank's slabs are complete and unmapped; its manifest is with it. Reply: RankSealed.
 
-    The slabs that were taken fill the places of the manifest's slabs, in their order, but for `shared`: these
-    have the slabs of the generation that the lease updates.
+    An update says which of the manifest's slabs it has taken, in the order in which it took them; the others
+    are those of the generation that it updates.
     """
 
     lease: Number
-    shared: Annotated[list[Number], Meta(max_length=MAX_SLABS)] = []
+    places: Annotated[list[Number], Meta(max_length=MAX_SLABS)] | None = None  # None: all, in their order
 
 
 class CommitLease(Message, frozen=True):
@@ -145,6 +146,22 @@ class UnpinGeneration(Message, frozen=True):
     """Gives a generation up. The reply is :class:`GenerationNumber`."""
 
     generation: Number
+
+
+class OfferRank(Message, frozen=True):
+    """Offers what a rank reads, to a service that has lost it. The reply is :class:`GenerationNumber`.
+
+    With it are the descriptors of the rank's manifest, and of its slabs from number `first` on. A rank with
+    more slabs than a message can have sends several messages. The number in the reply is 0 until the service
+    has all slabs of all ranks of the engine, and then the one that the service has given to the weights.
+    """
+
+    generation: Number  # the number that the lost service had given to it
+    first: Number
+    epoch: Number  # of the engine; 0: it does not serve
+    is_loaded: bool  # from files; otherwise it came from a weight update
+    weight_version: Version = ""
+    model_path: Version | None = None
 
 
 class ClaimEpoch(Message, frozen=True):
@@ -195,6 +212,7 @@ Request = (
     | ReportProgress
     | PinGeneration
     | UnpinGeneration
+    | OfferRank
     | ClaimEpoch
     | PutNote
     | GetNote
@@ -208,6 +226,7 @@ class SessionOpened(Message, frozen=True):
 
     session: Number
     incarnation: str  # of the service; another one after it was started again
+    lineage: str  # the same after that, if the service has got back what it had
     devices: list[str]
     current: Number | None  # generation of the cohort
     epoch: Number
@@ -221,6 +240,7 @@ class WeightsGranted(Message, frozen=True):
     generation: Number
     mode: Literal["rw", "ro"]
     parent: Number | None = None
+    is_loaded: bool = True  # from files, or it will be; otherwise it came from a weight update
     weight_version: Version = ""  # of a generation to read
     model_path: Version | None = None
 

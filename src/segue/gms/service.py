@@ -11,6 +11,7 @@ from typing import Protocol
 
 from segue.gms import fsm
 from segue.gms import messages as wire
+from segue.gms.adoption import WeightOffers
 from segue.gms.answers import answer
 from segue.gms.lock_state import (
     AbortEvent,
@@ -27,6 +28,7 @@ from segue.gms.lock_state import (
     JoinEvent,
     PinEvent,
     ReclaimEffect,
+    RefusalCode,
     RefuseEffect,
     ReleaseEffect,
     RenameEvent,
@@ -65,11 +67,13 @@ class MemoryService:
         self.sessions: dict[int, GmsSession] = {}
         self.notes: dict[tuple[str, str], bytes] = {}  # by cohort and name
         self.incarnation = secrets.token_hex(8)
+        self.lineage = self.incarnation  # of the numbers of generations; the holder keeps it
         self.events: deque[wire.ServiceEvent] = deque(maxlen=256)
         self.num_events = 0
         self._num_sessions = 0
         self._note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
         self._slabs = SlabCalls(self)
+        self._offers = WeightOffers(self)
 
     # Sessions.
 
@@ -78,7 +82,8 @@ class MemoryService:
         self._num_sessions += 1
         session = GmsSession(number=self._num_sessions, pid=pid, hello=hello, port=port)
         self.sessions[session.number] = session
-        lost = [number for number in hello.pins if number not in self.state.generations]
+        known = self.state.generations if hello.lineage in ("", self.lineage) else ()
+        lost = [number for number in hello.pins if number not in known]
         for number in set(hello.pins) - set(lost):
             self.state, _ = fsm.step(self.state, PinEvent(session=session.number, generation=number))
         cohort = self.state.cohorts.get(hello.cohort, Cohort())
@@ -86,6 +91,7 @@ class MemoryService:
             call=hello.call,
             session=session.number,
             incarnation=self.incarnation,
+            lineage=self.lineage,
             devices=list(self.store.vmms),
             current=cohort.current,
             epoch=cohort.epoch,
@@ -101,6 +107,7 @@ class MemoryService:
         if session.hello.tag != "watch":
             self.note_event("session_ended", f"{session.name}: {reason}")
         self._release_notes(session.number)
+        self._offers.forget(session.number)
         self.step(GoneEvent(session=session.number))
 
     def tick(self) -> None:
@@ -122,7 +129,7 @@ class MemoryService:
             GmsFrameError: the message may not be sent now, or has the wrong descriptors.
         """
         needed = 1 if isinstance(message, wire.AskWeights | wire.SealRank) else 0
-        if len(descriptors) != needed:
+        if len(descriptors) != needed and not isinstance(message, wire.OfferRank):
             raise GmsFrameError(
                 f"{type(message).__name__} has {len(descriptors)} descriptors; expected {needed}"
             )
@@ -168,6 +175,8 @@ class MemoryService:
                 self.step(PinEvent(session=number, generation=message.generation), call)
             case wire.UnpinGeneration():
                 self.step(UnpinEvent(session=number, generation=message.generation), call)
+            case wire.OfferRank():
+                self._offers.take(session, message, descriptors)
             case wire.ClaimEpoch():
                 self.step(ClaimEvent(session=number, cohort=session.hello.cohort, seen=message.seen), call)
             case wire.PutNote():
@@ -180,6 +189,12 @@ class MemoryService:
             case wire.GetServiceEvents():
                 found = [event for event in self.events if event.number > message.since]
                 port.send(wire.EventsGiven(call=call, events=found))
+
+    def refuse(self, session: GmsSession, call: int, code: RefusalCode) -> None:
+        """Refuse a call as the lock does."""
+        session.port.send(
+            answer(self, RefuseEffect(session=session.number, code=code), call, TickEvent(), session)
+        )
 
     def _ask(self, session: GmsSession, message: wire.AskWeights, descriptor: int) -> None:
         if session.hello.rank != 0:

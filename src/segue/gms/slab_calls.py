@@ -108,7 +108,7 @@ class SlabCalls:
             return
         lease, rank = found
         manifest = read_manifest(descriptor)
-        slabs = self._merged(lease, rank, manifest, message.shared)
+        slabs = self._merged(lease, rank, manifest, message.places)
         if slabs is None:
             session.refuse(message.call, "slabs", REFUSALS["slabs"])
             return
@@ -126,26 +126,27 @@ class SlabCalls:
             self._service.store.ranks[lease.generation, rank] = slabs
 
     def _merged(
-        self, lease: WeightsLease, rank: int, manifest: WeightsManifest, shared: Sequence[int]
+        self, lease: WeightsLease, rank: int, manifest: WeightsManifest, places: Sequence[int] | None
     ) -> RankSlabs | None:
-        """Return all slabs of a rank: its own, and the shared ones of its parent; None: they do not fit."""
-        own = iter(lease.ranks[rank].own)
-        parent = None if lease.parent is None else self._service.store.ranks[lease.parent, rank]
-        sizes, found = manifest.identity.slab_sizes, list[int]()
-        for place in range(len(sizes)):
-            if place in shared:
-                known = () if parent is None else parent.descriptors[place : place + 1]
-                found += known
-            else:
-                found += [slab for slab in [next(own, None)] if slab is not None]
-        fits = (
-            [self._service.store.size_of(slab) for slab in found] == sizes == sizes[: len(manifest.digests)]
-        )
-        if not fits or next(own, None) is not None:
+        """Return all slabs of a rank: its own, and those of its parent; None: they do not fit."""
+        store, own, sizes = self._service.store, lease.ranks[rank].own, manifest.identity.slab_sizes
+        slabs = [-1] * len(sizes)
+        if lease.parent is not None:
+            slabs = list(store.ranks[lease.parent, rank].descriptors)
+        places = range(len(own)) if places is None else places
+        if len(set(places)) != len(own) or not set(places) <= set(range(len(slabs))):
             return None
-        device = self._service.sessions[lease.sessions[0]].hello.device if parent is None else parent.device
+        for place, slab in zip(places, own, strict=True):
+            slabs[place] = slab
+        if -1 in slabs or [store.size_of(slab) for slab in slabs] != sizes:
+            return None
+        if len(manifest.digests) != len(sizes):
+            return None
         return RankSlabs(
-            device=device, sizes=sizes, descriptors=found, manifest=msgspec.msgpack.encode(manifest)
+            device=store.device_of(slabs[0]),
+            sizes=sizes,
+            descriptors=slabs,
+            manifest=msgspec.msgpack.encode(manifest),
         )
 
     def _writing(

@@ -121,6 +121,10 @@ class SlabStore:
         """The number of all slabs."""
         return len(self._sizes)
 
+    def device_of(self, descriptor: int) -> str:
+        """Return the device of a slab."""
+        return self._sizes[descriptor][0]
+
     def size_of(self, descriptor: int) -> int:
         """Return the bytes of a slab."""
         return self._sizes[descriptor][1]

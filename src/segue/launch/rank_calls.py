@@ -34,8 +34,10 @@ class RankCalls:
             await asyncio.sleep(PING_S)
             self._clock.read(time.monotonic())
 
-    async def wake(self, timeout_s: float) -> None:
-        """Wake every rank; returns once all of them have their memory. 0: the ranks have no time limit.
+    async def wake(self, timeout_s: float, epoch: int = 0) -> None:
+        """Wake every rank; returns once all of them have their memory. See :class:`WakeRanks`.
+
+        `epoch` is that under which the engine serves; 0: it is in no cohort.
 
         Raises:
             SegueError: a rank cannot wake, or :meth:`fail` was called.
@@ -43,7 +45,7 @@ class RankCalls:
         self._num_calls += 1
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waking = self._num_calls, set(range(len(self._last_answers))), done
-        self._send(WakeRanks(self._num_calls, timeout_s))
+        self._send(WakeRanks(self._num_calls, timeout_s, epoch))
         await done
 
     def end_wake(self) -> None:

@@ -18,7 +18,15 @@ from msgspec.structs import asdict
 from segue.bootstrap_hosts import BootstrapHosts
 from segue.checkpoint.source import ModelSource, resolve
 from segue.config import EngineConfig
-from segue.errors import ConfigError, EngineDeadError, EngineHungError, EngineStartError, SegueError
+from segue.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineHungError,
+    EngineStartError,
+    MemoryServiceLostError,
+    SegueError,
+)
+from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
@@ -30,7 +38,17 @@ from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
 from segue.launch.shared_weights import check_shared_weights
 from segue.logs import logger
-from segue.messages.control import Heartbeat, Ready, Shutdown, StartFailed, StartStep, WorkerMessage
+from segue.messages.control import (
+    Heartbeat,
+    PauseMode,
+    PauseResult,
+    Ready,
+    SchedulerMessage,
+    Shutdown,
+    StartFailed,
+    StartStep,
+    WorkerMessage,
+)
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
 from segue.version import __version__
@@ -78,12 +96,14 @@ class Runtime:
         self.epoch = (
             0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
         )
+        self.control_notes: ControlNotes | None = None  # in a cohort: for the engine that takes over
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
         self._vitals: WorkerHealth | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._is_shut_down = False
+        self._without_owner: set[int] = set()  # ranks that have lost the memory service
         self._context: zmq.Context[Any] = zmq.Context()
         run_dir = RunDir()
         self._workers: WorkerProcesses | EmbeddedScheduler
@@ -92,6 +112,8 @@ class Runtime:
         else:
             self._workers = WorkerProcesses(config, run_dir, command)
         self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
+        self._early: list[SchedulerMessage] = []  # that came before there was a manager
+        self._channel.on_output = self._early.append
         self._ranks = RankCalls(config.tp, self._channel.send)
         self._loop = loop
 
@@ -146,6 +168,8 @@ class Runtime:
                 bootstrap_port=config.disaggregation_bootstrap_port,
             )
             runtime._channel.on_output = runtime._manager.receive
+            for message in runtime._early:
+                runtime._manager.receive(message)
             runtime.served_model = ServedModel(
                 names=[runtime.name] if config.model is None else [runtime.name, config.model],
                 max_prompts=config.max_queued_requests,
@@ -203,12 +227,27 @@ class Runtime:
             SegueError: a rank cannot wake, or the engine has ended.
         """
         self.epoch = epoch
-        await self._ranks.wake(timeout_s)
+        await self._ranks.wake(timeout_s, epoch)
 
     def activate(self) -> None:
         """End the wake: the engine serves."""
         self._enter(LifeState.ACTIVE)
         self._ranks.end_wake()
+
+    async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
+        """Stop generation, as the tokenizer manager does, and note it for an engine that takes over."""
+        began = time.monotonic()
+        result = await self.manager.pause_generation(mode, ttl_s)
+        if self.control_notes is not None and result.mode is not None:
+            left_s = None if ttl_s is None else ttl_s - (time.monotonic() - began)
+            self.control_notes.put(self.epoch, result.mode, left_s)
+        return result
+
+    async def continue_generation(self) -> None:
+        """Continue generation; an engine that takes over generates too."""
+        await self.manager.continue_generation()
+        if self.control_notes is not None:
+            self.control_notes.remove(self.epoch)
 
     @property
     def manager(self) -> TokenizerManager:
@@ -232,6 +271,11 @@ class Runtime:
     def silent_s(self) -> float:
         """The seconds since the last answer of the rank that has been silent for longest."""
         return self._ranks.silent_s
+
+    @property
+    def owner_lost(self) -> bool:
+        """Whether a rank has no session with the memory service that has its memory."""
+        return bool(self._without_owner)
 
     @property
     def heartbeat_ages(self) -> list[float]:
@@ -399,12 +443,22 @@ class Runtime:
                 self._fail_start(error_of(message.kind, message.message))
             case Heartbeat() if self._vitals is not None:
                 self._vitals.note(message, time.monotonic())
+                self._note_owner(message)
             case StartStep():
                 self.life.note_progress()
             case RankAnswer():
                 self._ranks.take(message)
             case Ready() | Heartbeat():  # a second one, or one from before the engine is watched
                 pass
+
+    def _note_owner(self, beat: Heartbeat) -> None:
+        """Note whether a rank has lost the memory service, which may have to end the engine."""
+        self._without_owner = (
+            (self._without_owner | {beat.rank}) if beat.owner_lost else (self._without_owner - {beat.rank})
+        )
+        if beat.owner_lost and self.config.on_gms_loss == "exit" and self.life.error is None:
+            text = f"the memory service in {self.config.gms_dir} has ended (--on-gms-loss exit)"
+            self._die(MemoryServiceLostError(f"{text}; start both again"))
 
     def _on_error(self, error: Exception) -> None:
         """End the engine: a message was lost, so requests could wait forever."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -104,10 +104,14 @@ class Arena:
         """The bytes of all slabs together."""
         return self.layout.num_bytes
 
-    def zero_gaps(self) -> None:
-        """Zero what belongs to no tensor; whoever fills the arena must, since the checksum covers it."""
+    def zero_gaps(self, slabs: Collection[int] | None = None) -> None:
+        """Zero what belongs to no tensor; whoever fills the arena must, since the checksum covers it.
+
+        Only these slabs are touched; None: all of them.
+        """
         for slab, start, end in self.layout.gaps:
-            self.slabs[slab][start:end].zero_()
+            if slabs is None or slab in slabs:
+                self.slabs[slab][start:end].zero_()
 
     def view(self, name: str) -> Tensor:
         """Return the tensor `name` as a view of the arena's memory."""

@@ -167,6 +167,16 @@ def is_sealed(descriptor: int) -> bool:
     return _seals(descriptor) & SEALED == SEALED
 
 
+def check_slab(descriptor: int, size: int) -> None:
+    """Check that a descriptor is one of a sealed slab of `size` bytes.
+
+    Raises:
+        SharedMemoryError: it is not.
+    """
+    if (found := os.fstat(descriptor).st_size) != size or not is_sealed(descriptor):
+        raise SharedMemoryError(f"a slab has {found} bytes; a sealed one of {size} bytes is needed")
+
+
 def _seals(descriptor: int) -> int:
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Literal, Protocol
 
@@ -16,11 +16,127 @@ from segue.memory.geometry import KVGeometry
 Place = Literal["device", "host"]
 
 
+class NextWeights(Protocol):
+    """Weights beside the served ones, which take their place as a whole: nothing that serves is written.
+
+    Only those slabs of the arena are there in which the weights differ.
+    """
+
+    arena: Arena  # has the layout of the served weights
+    lease: int | None  # by which all ranks of the engine write these weights; None: another engine has
+
+    @property
+    def parameters(self) -> set[str]:
+        """The parameters in the slabs that differ."""
+        ...
+
+    def take(self, slabs: Collection[int]) -> list[int]:
+        """Take memory for slabs that are to be written; returns those that are new, with undefined contents.
+
+        Raises:
+            MemoryServiceError: the service is lost, has too little memory, or has ended the lease.
+        """
+        ...
+
+    def seal(self) -> None:
+        """Make the slabs final, which nothing uses any more.
+
+        Raises:
+            MemoryServiceError: as above; or something still has a slab mapped for writing.
+        """
+        ...
+
+    def commit(self, version: str, model_path: str | None) -> None:
+        """Make these weights the current ones of the cohort, as rank 0, when all ranks have sealed theirs.
+
+        Raises:
+            MemoryServiceError: as above; nothing has changed, unless the service was lost meanwhile.
+        """
+        ...
+
+    def adopt(self) -> None:
+        """Serve these weights, between two steps: the slabs that differ take the places of the served ones.
+
+        Raises:
+            SharedMemoryError: a slab cannot be mapped; this rank cannot serve any more.
+        """
+        ...
+
+    def release(self, *, in_use: bool = False) -> None:
+        """Give up the memory, which is kept for its user for ever if it is `in_use`.
+
+        Weights that were committed stay with the service.
+        """
+        ...
+
+
+class Generations(Protocol):
+    """The served weights, as one generation of those that a cohort of engines shares."""
+
+    number: int  # of the generation that this rank serves
+    version: str  # of the weights with which the engine started
+    model_path: str | None  # where they came from, if an update has brought them
+
+    @property
+    def name(self) -> str:
+        """What tells the served weights apart from all others."""
+        ...
+
+    def open(self) -> NextWeights:
+        """Begin to write the next generation, as rank 0.
+
+        Raises:
+            MemoryServiceError: the service is lost; or another engine writes, or serves in this one's place,
+                or still reads the generation before this one.
+        """
+        ...
+
+    def join(self, lease: int) -> NextWeights:
+        """Begin to write this rank's part of the generation for which rank 0 has a lease.
+
+        Raises:
+            MemoryServiceError: the service is lost, or has ended the lease.
+        """
+        ...
+
+    def fetch(self, number: int) -> NextWeights:
+        """Return a generation that another engine has committed.
+
+        Raises:
+            MemoryServiceError: the service is lost or does not have it, or its bytes are damaged.
+        """
+        ...
+
+    def rename(self, version: str) -> None:
+        """Give the current generation another version, as rank 0.
+
+        Raises:
+            MemoryServiceError: the service is lost, or another engine serves in this one's place.
+        """
+        ...
+
+    def claim(self, epoch: int) -> None:
+        """Take the place of the engine that served before, as rank 0: its updates are over.
+
+        Raises:
+            MemoryServiceError: the service is lost.
+        """
+        ...
+
+    def watch(self, on_changed: Callable[[int, str, str | None], None]) -> None:
+        """Have a function called, in any thread, whenever another engine has changed the weights.
+
+        It gets the number, the version and the path of the current generation.
+        """
+        ...
+
+
 class RankMemory(Protocol):
     """Gives a rank its large memory, and takes back what was staged."""
 
     device: torch.device
     kv_descriptor: int | None  # of the KV cache's memory, where other processes may map it
+    generations: Generations | None  # None: the weights are this process's own, and updates write to them
 
     def pinned_kv(self) -> KVGeometry | None:
         """Return the sizes that the engines of this cohort have; None: this engine is the first, or alone.
@@ -52,8 +168,18 @@ class RankMemory(Protocol):
         """
         ...
 
-    def wake(self) -> None:
-        """Take what an engine that stands by does not have: called once, before the engine serves."""
+    def wake(self, epoch: int = 0) -> None:
+        """Take what an engine that stands by does not have: called once, before the engine serves.
+
+        `epoch` is the engine's among those that serve in each other's place; 0: it is in no cohort.
+        """
+        ...
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """Have a function called from another thread when the memory's owner is away, or there again.
+
+        It gets True if the owner is away. The memory stays meanwhile.
+        """
         ...
 
     def stage(self, layout: Layout, place: Place) -> Arena:
@@ -77,6 +203,7 @@ class PrivateMemory:
     """Memory of this process alone."""
 
     kv_descriptor: int | None = None  # of memory that other processes map: there is none
+    generations: Generations | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,8 +227,11 @@ class PrivateMemory:
         """See `RankMemory.take_kv`; all of it is taken now."""
         return backing.zeros(num_bytes, self.device)
 
-    def wake(self) -> None:
+    def wake(self, epoch: int = 0) -> None:
         """See `RankMemory.wake`: an engine with memory of its own has all of it from the start."""
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`: the owner is this process."""
 
     def stage(self, layout: Layout, place: Place) -> Arena:
         """See `RankMemory.stage`; memory of the host is pinned where the device is CUDA."""

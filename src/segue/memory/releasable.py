@@ -62,7 +62,7 @@ class ReleasableMemory(PrivateMemory):
             kv[first:].zero_()
         return kv
 
-    def wake(self) -> None:
+    def wake(self, epoch: int = 0) -> None:
         """See `RankMemory.wake`: the KV cache gets the rest of its memory.
 
         Raises:

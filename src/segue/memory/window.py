@@ -6,6 +6,8 @@ slabs, or none, under the same addresses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from segue.memory.vmm import VMM, Slab
 from segue.sizes import round_up
 
@@ -48,10 +50,10 @@ class MemoryWindow:
         self.unmap(offset)
         self.map(offset, slab, writable=writable)
 
-    def populate(self) -> None:
-        """Make the first access to all mapped slabs fast."""
-        for offset, size in self._mapped.items():
-            self._vmm.populate(self.address + offset, size)
+    def populate(self, offsets: Iterable[int] | None = None) -> None:
+        """Make the first access to the slabs that are mapped at these offsets fast; None: to all slabs."""
+        for offset in self._mapped if offsets is None else offsets:
+            self._vmm.populate(self.address + offset, self._mapped[offset])
 
     def unmap(self, offset: int) -> None:
         """Unmap the slab that is mapped at `offset`; an access there faults from now on."""

@@ -154,6 +154,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     rank: int
     turn_s: float  # seconds that its loop has spent on the current turn, such as a step; 0: it waits
+    owner_lost: bool = False  # the memory service that has its memory is away
 
 
 class LapsCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -25,10 +25,11 @@ class WakeRanks(Call, frozen=True, tag=True, array_like=True):
     """Has every rank prepare to serve. An answer means that the rank has all of its memory.
 
     A rank that has not received :class:`EndWake` after ``timeout_s`` seconds ends itself; 0: there is no
-    limit.
+    limit. ``epoch`` is that of the engine in its cohort; 0: it is in none.
     """
 
     timeout_s: float
+    epoch: int = 0
 
 
 class EndWake(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -11,7 +11,7 @@ from segue.messages.kv_link import LinkEvent
 from segue.messages.life import LifeMessage, RankAnswer
 from segue.messages.memory import MemoryCommand, MemoryMoved
 from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
-from segue.messages.weight_update import RankReply, Received, WeightCommand
+from segue.messages.weight_update import RankReply, Received, WeightCommand, WeightsChanged
 
 NON_FINITE = -1  # replaces a sampled token whose logits had NaN or plus infinity, or were all minus infinity
 # Why a step ran without a graph. disabled: no graphs are captured. tokens: no bucket holds the step's tokens,
@@ -62,7 +62,8 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | MemoryCommand | KVCommand
-RankEvent = Drained | RankAnswer | RankReply | MemoryMoved | Received | RankJoined | KVEvent | LinkEvent
+WeightEvent = RankReply | Received | WeightsChanged
+RankEvent = Drained | RankAnswer | MemoryMoved | WeightEvent | RankJoined | KVEvent | LinkEvent
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

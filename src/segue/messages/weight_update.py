@@ -46,6 +46,7 @@ class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     state: str = "idle"  # that of `WeightMachine`
     poisoned: str | None = None  # why the weights are poisoned and nothing is generated; None: they are not
     missing: str | None = None  # what is missing of released weights, so that requests wait; None: nothing
+    generation: str | None = None  # what tells shared weights apart; None: they are this engine's own
     model_path: str | None = None  # the last checkpoint that was committed; None: none since the start
     num_committed: int = 0
     num_failed: int = 0
@@ -109,6 +110,53 @@ class Receive(_SessionCommand, frozen=True, kw_only=True):
     gloo_timeout_s: float = 86_400.0
 
 
+class OpenGeneration(_SessionCommand, frozen=True, kw_only=True):
+    """Begin to write the next generation of shared weights: rank 0 asks the memory service for a lease.
+
+    The ``fields`` of its reply have the ``lease``. The other ranks do nothing yet.
+    """
+
+
+class JoinGeneration(_SessionCommand, frozen=True, kw_only=True):
+    """Join the lease of rank 0, which has done so already."""
+
+    lease: int
+
+
+class SealGeneration(_SessionCommand, frozen=True, kw_only=True):
+    """Make this rank's part of the next generation final. The session can only be committed or discarded."""
+
+
+class FlipGeneration(_SessionCommand, frozen=True, kw_only=True):
+    """Make the sealed generation the current one of the cohort, which rank 0 does; a :class:`Commit` follows.
+
+    ``model_path``: where the weights were read; None: they were sent.
+    """
+
+    version: str
+    model_path: str | None = None
+
+
+class FetchGeneration(RankCommand, frozen=True, kw_only=True):
+    """Get a generation that another engine has committed, and check its bytes, while steps go on."""
+
+    generation: int
+
+
+class AdoptGeneration(RankCommand, frozen=True, kw_only=True):
+    """After the steps sent before, serve the generation that was fetched last."""
+
+
+class DropGeneration(RankCommand, frozen=True, kw_only=True):
+    """Give up the generation that was fetched last, because another rank could not fetch it."""
+
+
+class RenameWeights(RankCommand, frozen=True, kw_only=True):
+    """Give the shared weights another version, which rank 0 does."""
+
+    version: str
+
+
 class Load(_SessionCommand, frozen=True, kw_only=True):
     """Read a whole checkpoint into staging memory; :class:`WeightCall` explains the other fields."""
 
@@ -127,6 +175,8 @@ class Take(_SessionCommand, frozen=True, kw_only=True):
 class Commit(_SessionCommand, frozen=True, kw_only=True):
     """After the steps sent before, copy all tensors of the session onto the served weights.
 
+    Shared weights are not written: the slabs of the new generation take the places of the served ones.
+
     The reply's ``fields`` have ``touched``: whether served weights were written, even if the commit failed.
     They have ``num_missing`` and ``missing``, the count and one name of the tensors that are still to be sent
     after the weights' memory was released, if there are any.
@@ -143,9 +193,10 @@ class Inspect(RankCommand, frozen=True, kw_only=True):
     request: operations.Inspection
 
 
-AddCommand = Stage | Load | Take  # the commands that open a session, or add tensors to it
-SessionCommand = AddCommand | Receive | Commit | Discard
-WeightCommand = Join | StopJoin | Leave | SessionCommand | Inspect
+AddCommand = OpenGeneration | Stage | Load | Take  # what opens a session, or adds tensors to it
+SessionCommand = AddCommand | JoinGeneration | Receive | SealGeneration | FlipGeneration | Commit | Discard
+GenerationCommand = FetchGeneration | AdoptGeneration | DropGeneration | RenameWeights
+WeightCommand = Join | StopJoin | Leave | SessionCommand | GenerationCommand | Inspect
 
 
 class RankReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -170,3 +221,11 @@ class Received(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=T
     num_bytes: int
     done: bool = False
     error: str | None = None
+
+
+class WeightsChanged(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A notice of the memory service: another engine has changed the shared weights, or their version."""
+
+    generation: int
+    version: str
+    model_path: str | None = None

@@ -45,6 +45,10 @@ class ComputeStream:
         """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
         return self._executor.submit(self._run, work)
 
+    def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue `work` that takes long to launch, such as a copy of all weights; the caller never waits."""
+        return self.submit(work)
+
     def close(self) -> None:
         """Finish all submitted work; no more may be submitted afterwards."""
         self._executor.shutdown(wait=True)
@@ -68,6 +72,12 @@ class CUDAStream(ComputeStream):
         # stream of the default priority never gets this one.
         self._stream = torch.Stream(device, priority=-1)
         self._lock = threading.Lock()
+        self._long = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="segue-long",
+            initializer=torch.cuda.set_device,  # calls of the driver need the thread's context
+            initargs=(device,),
+        )
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` here and now, with the stream as current one: its kernels are queued, not awaited."""
@@ -79,7 +89,20 @@ class CUDAStream(ComputeStream):
                 done.set_exception(failure)
         return done
 
+    def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` on a thread of its own; what is submitted meanwhile may come between its kernels."""
+        return self._long.submit(self._run_long, work)
+
+    def _run_long(self, work: Callable[[], Result]) -> Result:
+        own = self._stream  # the object belongs to the thread that has entered it, so this thread has another
+        same = torch.Stream(
+            stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type
+        )
+        with same:
+            return self._run(work)
+
     def close(self) -> None:
+        self._long.shutdown(wait=True)
         self._stream.synchronize()
 
 

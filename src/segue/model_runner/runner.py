@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -93,13 +94,13 @@ class ModelRunner:
         """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
-    def wake(self) -> None:
-        """Take what the runner lacks in order to serve, on the stream of the steps.
+    def wake(self, epoch: int = 0) -> None:
+        """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
 
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
         """
-        self.on_stream(self._startup.memory.wake)
+        self.on_stream(partial(self._startup.memory.wake, epoch))
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""
@@ -119,12 +120,15 @@ class ModelRunner:
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
-            is_read_only=config.shares_weights,
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the stream of the steps, after all submitted steps, and wait for it."""
         return self._stream.submit(work).result()
+
+    def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue `work` that takes long behind all submitted steps, and return at once."""
+        return self._stream.submit_long(work)
 
     def close(self) -> None:
         """Finish all submitted steps and stop."""

@@ -29,9 +29,9 @@ from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import WeightsGranted
+from segue.gms.reconnecting import SessionKeeper
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
-from segue.memory.binding import tensor_at
 from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
@@ -39,11 +39,18 @@ from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
+from segue.messages.requests import FIRST_WEIGHT_VERSION
+from segue.model_runner.service_generations import (
+    MEMORY_S,
+    ServedGeneration,
+    bound_arena,
+    damaged,
+    starts_of,
+)
 from segue.version import __version__
 
 WAIT_S = 7200.0  # how long the load of another engine is waited for
 BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
-MEMORY_S = 60.0  # how long it is tried again if the device is out of memory
 _WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
 KV_NOTE = "kv_geometry"  # the note of the cohort with the sizes that all its engines have
 _REASON = "memory service"  # the key under which rank 0 leaves the text of its error
@@ -80,7 +87,13 @@ class ServiceMemory(PrivateMemory):
         self._identify = identify
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
         self._client: GmsClient | None = None
+        self._keeper: SessionKeeper | None = None
+        self._on_owner: Callable[[bool], None] = lambda lost: None
+        self._epoch = 0  # under which the engine serves
+        self._owes_claim = False  # the service was away when the engine began to serve
+        self._geometry: KVGeometry | None = None
         self._window: MemoryWindow | None = None
+        self._served: ServedGeneration | None = None
 
     def load(self, layout: Layout, fill: Callable[[Callable[[], Arena]], None]) -> Arena:
         """See `RankMemory.load`; `fill` is called if this engine is the one that loads. All ranks call it.
@@ -93,16 +106,49 @@ class ServiceMemory(PrivateMemory):
         try:
             wanted = WeightsManifest(identity=self._identify(layout), segue=__version__)
             grant = self._ask(client, wanted)
-            arena = self._bind(layout)
+            self._window = window = MemoryWindow(self._vmm, layout.num_bytes)
+            arena = bound_arena(layout, window, self.device)
             if grant.mode == "rw":
                 self._fill(client, grant.lease, wanted, arena, fill)
-            self._read(client, grant.generation, wanted.identity, arena, checks=grant.mode == "ro")
+            manifest, descriptors = self._read(client, grant, wanted.identity, arena)
         except BaseException:
             client.close()  # the next engine need not wait for the end of this process
             raise
+        if grant.mode == "rw":
+            grant = structs.replace(grant, weight_version=FIRST_WEIGHT_VERSION)
+        self.generations = self._served = served = ServedGeneration(
+            client, self._vmm, window, arena, manifest, grant, descriptors
+        )
+        self._keeper = SessionKeeper(
+            client,
+            served,
+            epoch=lambda: served.epoch if self._epoch else 0,
+            on_change=lambda lost: self._on_owner(lost),
+            on_reopened=self._introduce_again,
+            on_stale=_end_stale,
+        )
         what = "loaded into" if grant.mode == "rw" else "mapped from"
         logger.info("weights %s the memory service: generation %d", what, grant.generation)
         return arena
+
+    def wake(self, epoch: int = 0) -> None:
+        """See `RankMemory.wake`: rank 0 ends what the engine before may still change.
+
+        A service that is away changes nothing either; without it the engine serves what it has mapped.
+        """
+        self._epoch = epoch
+        if epoch and self._groups.tp.is_first and self.generations is not None:
+            try:
+                self.generations.claim(epoch)
+            except MemoryServiceError as error:
+                if error.code != "lost":
+                    raise
+                self._owes_claim = True
+                logger.warning("serves without the memory service: %s", error.message)
+
+    def watch_owner(self, on_change: Callable[[bool], None]) -> None:
+        """See `RankMemory.watch_owner`."""
+        self._on_owner = on_change
 
     def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
         """See `RankMemory.take_kv`; all of it is taken now."""
@@ -121,10 +167,21 @@ class ServiceMemory(PrivateMemory):
         if self._groups.tp.rank == 0:
             note = self._session().put_note(KV_NOTE, msgspec.json.encode(geometry), keeps=True)
             assert note is not None
-            holds = msgspec.json.decode(note, type=KVGeometry)
+            self._geometry = holds = msgspec.json.decode(note, type=KVGeometry)
         found = self._spread(holds)
         assert found is not None
         return found
+
+    def _introduce_again(self) -> None:
+        """Tell a service that was started again what it may have lost: the cohort's sizes, and its epoch."""
+        client, served = self._session(), self._served
+        if self._geometry is not None:
+            client.put_note(KV_NOTE, msgspec.json.encode(self._geometry), keeps=True)
+        if served is None or not self._epoch or not self._groups.tp.is_first:
+            return
+        if client.opened.epoch <= served.epoch and (self._owes_claim or client.opened.epoch < served.epoch):
+            served.claim(max(served.epoch, self._epoch))
+            self._owes_claim = False
 
     def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
         """Return on every rank what rank 0 has."""
@@ -140,8 +197,12 @@ class ServiceMemory(PrivateMemory):
 
     def close(self) -> None:
         """See `RankMemory.close`."""
-        if self._client is not None:
+        if self._keeper is not None:
+            self._keeper.close()
+        elif self._client is not None:
             self._client.close()
+        if self._served is not None:
+            self._served.close()
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -170,12 +231,6 @@ class ServiceMemory(PrivateMemory):
     def _tell_waiting(self, position: int) -> None:
         self._groups.all_gather([_WAITING, 0])
 
-    def _bind(self, layout: Layout) -> Arena:
-        """Return an arena in a window of addresses, where nothing is mapped yet."""
-        self._window = window = MemoryWindow(self._vmm, layout.num_bytes)
-        places = zip(_starts(layout.sizes), layout.sizes, strict=True)
-        return Arena(layout, [tensor_at(window.address + start, size, self.device) for start, size in places])
-
     def _fill(
         self,
         client: GmsClient,
@@ -190,7 +245,7 @@ class ServiceMemory(PrivateMemory):
         @cache
         def take() -> Arena:
             sizes = arena.layout.sizes
-            self._map(sizes, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
+            self._map(arena.layout, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
             return arena
 
         with _reporting(client, lease):
@@ -200,15 +255,18 @@ class ServiceMemory(PrivateMemory):
         client.seal(lease, structs.replace(wanted, digests=digests))
         self._groups.barrier()
         if self._groups.tp.rank == 0:
-            client.commit(lease)
+            client.commit(lease, FIRST_WEIGHT_VERSION)
         self._groups.barrier()
 
     def _read(
-        self, client: GmsClient, generation: int, wanted: WeightsIdentity, arena: Arena, *, checks: bool
-    ) -> None:
-        """Map a committed generation to read; with `checks` its bytes are compared with its digests."""
+        self, client: GmsClient, grant: WeightsGranted, wanted: WeightsIdentity, arena: Arena
+    ) -> tuple[WeightsManifest, list[int]]:
+        """Map a committed generation to read; returns its manifest, and descriptors, which the caller closes.
+
+        Bytes that another engine has loaded are compared with its digests.
+        """
         assert self._window is not None
-        rank = self._groups.tp.rank
+        generation, rank = grant.generation, self._groups.tp.rank
         served = client.manifest(generation, rank)
         if (found := difference(served.identity, wanted)) is not None:
             raise WeightsMismatchError(
@@ -217,19 +275,18 @@ class ServiceMemory(PrivateMemory):
                 "options, or another --cohort",
                 param=found.field,
             )
-        self._map(*client.export(generation, rank), writable=False)
+        descriptors = client.export(generation, rank)[1]
+        kept = [os.dup(descriptor) for descriptor in descriptors]
+        self._map(arena.layout, descriptors, writable=False)
         self._window.populate()
-        if checks and (bad := _differing(arena, served.digests)):
-            raise MemoryServiceError(
-                f"slab {bad[0]} of generation {generation}, rank {rank}, has other bytes in the memory "
-                "service than its loader wrote; the memory of this host or device is damaged. End the "
-                "service and its holder, so that the weights are loaded again"
-            )
+        if grant.mode == "ro" and (bad := _differing(arena, served.digests)):
+            raise MemoryServiceError(damaged(bad[0], generation, rank))
+        return served, kept
 
-    def _map(self, sizes: Sequence[int], descriptors: Sequence[int], *, writable: bool) -> None:
+    def _map(self, layout: Layout, descriptors: Sequence[int], *, writable: bool) -> None:
         """Map slabs one behind the other; their descriptors are closed."""
         assert self._window is not None
-        for start, size, descriptor in zip(_starts(sizes), sizes, descriptors, strict=True):
+        for start, size, descriptor in zip(starts_of(layout), layout.sizes, descriptors, strict=True):
             slab = self._vmm.adopt(descriptor, size)
             os.close(descriptor)
             try:
@@ -291,6 +348,12 @@ def identity_of(
     )
 
 
+def _end_stale(error: MemoryServiceError) -> None:
+    """End this process, because the service has newer weights than those that it reads."""
+    logger.error("%s", error.message)
+    os._exit(1)
+
+
 @contextmanager
 def _reporting(client: GmsClient, lease: int) -> Iterator[None]:
     """Report the progress of a load from a thread, as long as there is some."""
@@ -318,10 +381,6 @@ def _work_done() -> int:
         num_bytes = int(file.readline().split()[1])
     # The reports themselves read and compute a little, which must not count.
     return (num_bytes >> 20 << 20) + (int(time.process_time() * 2) << 20)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _differing(arena: Arena, digests: Sequence[int]) -> list[int]:

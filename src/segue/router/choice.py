@@ -72,7 +72,7 @@ class Refuse:
 
     problem: str
     reasons: Sequence[tuple[str, str]]  # a worker, or "one -> another", and why it cannot
-    waited_for: str = ""  # what the request has waited for in vain; "": it has not waited
+    no_wait: str = ""  # why the request waits no longer, or not at all; "": nobody is about to come
 
     def error(self) -> NoWorkerError:
         """Returns the error for the client, which names the first workers and what is wrong with each."""
@@ -80,9 +80,9 @@ class Refuse:
         if len(self.reasons) > MOST_NAMED:
             named.append(f"and {len(self.reasons) - MOST_NAMED} more")
         why = f" ({'; '.join(named)})" if named else ""
-        waited = f"{self.waited_for}, and none came: " if self.waited_for else ""
+        no_wait = f"{self.no_wait}: " if self.no_wait else ""
         return NoWorkerError(
-            f"{waited}{self.problem}{why}; retry later, and see /workers for the state of each"
+            f"{no_wait}{self.problem}{why}; retry later, and see /workers for the state of each"
         )
 
 

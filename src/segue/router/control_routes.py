@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
 from segue.api.schema import body_schema, query_schema
 from segue.api.validation import parse
 from segue.errors import FailedOverError, SegueError, WorkersFailedError
+from segue.router.attempts import Attempts
 from segue.router.choice import Refuse
 from segue.router.entry import WorkerEntry
 from segue.router.fan_out import (
@@ -60,7 +62,8 @@ def addressed_by(router: Router, path: str) -> list[WorkerEntry]:
     """
     if workers := router.registry.addressed:
         return workers
-    if cohorts := sorted(router.registry.served):
+    vacancies = router.registry.vacancies(Attempts(), time.monotonic())
+    if cohorts := [each for each, s in vacancies.items() if s < router.config.resume_timeout_s]:
         text = f"{path}: no engine of cohort {' or '.join(cohorts)} is active now"
         raise FailedOverError(f"{text}; another one is about to take its place: send this again")
     raise Refuse(problem="no worker is registered", reasons=[]).error()

@@ -151,7 +151,7 @@ class Membership:
             return
         before, entry.view = entry.view.report, entry.view.reported(report, now)
         if entry.view.is_active and entry.view.record.cohort:
-            self.registry.served.add(entry.view.record.cohort)
+            self.registry.served[entry.view.record.cohort] = now
         if before is None or _condition(before) != _condition(report):
             self._changed()
         self.registry.holds.reported(entry.id, now)

@@ -50,7 +50,7 @@ class FleetState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: int  # each one is higher than the one before
     present: list[int]  # the numbers of all workers
     changed: list[SharedWorker]  # those that are not as in the state before; all in the first one
-    served: list[str]  # the cohorts that have had an active engine
+    served: dict[str, float]  # as `Registry` has it
 
 
 class HeldElsewhere(msgspec.Struct, frozen=True, tag=True, kw_only=True):

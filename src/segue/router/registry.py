@@ -43,7 +43,7 @@ class Registry:
         self.elsewhere = Elsewhere()
         self.index = PrefixIndex()
         self.is_closed = False  # the router ends: no request goes on elsewhere
-        self.served: set[str] = set()  # cohorts that have had an active engine
+        self.served: dict[str, float] = {}  # cohort -> when it was last known to have an active engine
         self._change = asyncio.Event()  # set when something has changed; then there is a new one
         # Called when a leaving worker's last request has ended.
         self.on_idle: Callable[[WorkerEntry], None] = lambda entry: None
@@ -117,15 +117,15 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 await self._change.wait()
 
-    def vacant(self, attempts: Attempts) -> list[str]:
-        """Returns the cohorts in which another engine is about to take over.
+    def vacancies(self, attempts: Attempts, now: float) -> dict[str, float]:
+        """Returns the cohorts that have lost their active engine, and for how many seconds each has had none.
 
-        Each has had an active engine, and has none now, as far as the router knows and a request has found.
+        That is as far as the router knows and a request has found.
         """
         active = {
             view.record.cohort for view in self.views() if view.is_active and not attempts.is_gone(view)
         }
-        return sorted(self.served - active)
+        return {cohort: now - last for cohort, last in sorted(self.served.items()) if cohort not in active}
 
     # --- requests ---
 

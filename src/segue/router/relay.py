@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -132,8 +134,9 @@ class Relay:
     async def _choose(self, error: LegError | None, reply: ClientReply) -> Choice:
         """Choose the workers of the next attempt.
 
-        A request waits for at most ``--resume-timeout-s`` seconds if the client has a part of the reply, or
-        if a cohort has lost its active engine, whose successor may be about to serve.
+        A request waits for at most ``--resume-timeout-s`` seconds if the client has a part of the reply. Any
+        other one waits until a cohort has had no active engine for so long: then no successor is about to
+        serve, and requests that come later are refused at once.
         """
         facts, attempts = self._request.facts, self._attempts
         outputs = self._splice.num_tokens if self._is_begun else None
@@ -150,10 +153,12 @@ class Relay:
                 choice = self._registry.choose(facts, self._avoided(), now, outputs)
             if not isinstance(choice, Refuse) or self._registry.is_closed:
                 return choice
-            if not (vacant := self._registry.vacant(attempts)) and outputs is None:
-                return choice
-            if now >= deadline:
-                return replace(choice, waited_for=self._waited_for(vacant)) if has_waited else choice
+            vacancies = self._registry.vacancies(attempts, now)
+            is_over = now >= deadline
+            if outputs is None:
+                is_over = is_over or min(vacancies.values(), default=inf) >= self._resume_timeout_s
+            if is_over:
+                return replace(choice, no_wait=self._no_wait(vacancies, has_waited=has_waited))
             if outputs is not None:
                 attempts.forgive(refusals=True)
             self._registry.counters.waits += not has_waited
@@ -161,11 +166,13 @@ class Relay:
             await reply.keep_alive()
             await self._registry.wait_for_change(min(POLL_S, deadline - now))
 
-    def _waited_for(self, vacant: list[str]) -> str:
-        """Returns what a request has waited for, as the beginning of an error message."""
-        engine = f"an active engine of cohort {' or '.join(vacant)}"
-        what = engine if vacant else "an engine that can go on with it"
-        return f"the request waited {self._resume_timeout_s:g} s (--resume-timeout-s) for {what}"
+    def _no_wait(self, vacancies: Mapping[str, float], *, has_waited: bool) -> str:
+        """Returns why a request waits no longer, or not at all, as the beginning of an error message."""
+        limit = f"{self._resume_timeout_s:g} s (--resume-timeout-s)"
+        if vacancies:
+            engine, seconds = f"engine of cohort {' or '.join(vacancies)}", min(vacancies.values())
+            return f"no {engine} has been active for {seconds:.1f} s, and requests wait for at most {limit}"
+        return f"the request waited {limit} for an engine that can go on with it" if has_waited else ""
 
     def _avoided(self) -> frozenset[str]:
         return self._attempts.avoided(self._registry.views())
@@ -300,7 +307,8 @@ class Relay:
 
     async def _give_up(self, reply: ClientReply, error: LegError | None, refusal: Refuse | None) -> None:
         """End the reply with the worker's own error, if there is one; else with the router's."""
-        if refusal is not None and refusal.waited_for and not self._is_begun:
+        if refusal is not None and refusal.no_wait and not self._is_begun:
+            self._registry.counters.refused += 1
             await reply.fail(refusal.error())
         elif error is not None and error.failed is not None:
             await reply.end_failed(error.failed.status, error.failed.payload)

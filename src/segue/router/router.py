@@ -175,7 +175,7 @@ class Router:
         """Let no request wait for a successor of the last worker of its cohort, which an operator removes."""
         cohorts = {entry.view.record.cohort for entry in self.registry if entry.view and entry is not leaving}
         if leaving.view is not None and leaving.view.record.cohort not in cohorts:
-            self.registry.served.discard(leaving.view.record.cohort)
+            self.registry.served.pop(leaving.view.record.cohort, None)
 
     def is_idle(self, entry: WorkerEntry) -> bool:
         """Whether a worker that leaves has no requests, and will not have any."""

@@ -52,7 +52,7 @@ class SharedFleet:
         self._told = now
         self.version += 1
         return FleetState(
-            version=self.version, present=list(now), changed=changed, served=sorted(self._registry.served)
+            version=self.version, present=list(now), changed=changed, served=dict(self._registry.served)
         )
 
     def last_state(self) -> FleetState:
@@ -61,7 +61,7 @@ class SharedFleet:
             version=self.version,
             present=list(self._told),
             changed=list(self._told.values()),
-            served=sorted(self._registry.served),
+            served=dict(self._registry.served),
         )
 
     def _number_of(self, entry: WorkerEntry) -> int:
@@ -88,7 +88,7 @@ class FleetCopy:
             if entry is None:
                 entry = self._entries[worker.number] = self._registry.add(worker.url)
             self._update(entry, worker)
-        self._registry.served = set(state.served)
+        self._registry.served = dict(state.served)
         self._registry.changed()
         self.version = state.version
 

@@ -19,6 +19,7 @@ class WeightPort:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.receive_requires_pause = scheduler.config.weight_recv_requires_pause
+        self.shares_weights = scheduler.config.shares_weights
         self.weight_version = FIRST_WEIGHT_VERSION
         self.is_updating = False  # whether an update of the weights is open, which may end in a commit
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
@@ -51,16 +52,20 @@ class WeightPort:
     def release(self) -> None:
         self._scheduler.control.release("weight_commit")
 
-    def commit(self, version: str | None, *, flush_cache: bool) -> None:
-        """Serve new weights. Requests keep their KV, but it is not shared any more.
+    def version_after(self, version: str | None) -> str:
+        """Returns the name of the next weights, if their sender calls them ``version``.
 
-        Without a ``version`` its name is the next number, or the epoch if the old name is no number.
+        Without one it is the next number, or the number of commits if the present name is no number.
         """
-        assert not self._scheduler.in_flight, "weights change between steps"
-        self.kv_epoch += 1
-        old, before = self.weight_version, self.kv_identity
+        old = self.weight_version
         is_number = old.isascii() and old.isdigit()
-        self.weight_version = version or str(int(old) + 1 if is_number else self.kv_epoch)
+        return version or str(int(old) + 1 if is_number else self.kv_epoch + 1)
+
+    def commit(self, version: str | None, *, flush_cache: bool) -> None:
+        """Serve new weights. Requests keep their KV, but it is not shared any more."""
+        assert not self._scheduler.in_flight, "weights change between steps"
+        before, self.weight_version = self.kv_identity, self.version_after(version)
+        self.kv_epoch += 1
         self._commits[self.weight_version] = self._commits.get(self.weight_version, 0) + 1
         self._scheduler.handover.committed(before, self.kv_identity)
         if flush_cache:

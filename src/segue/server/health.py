@@ -75,7 +75,8 @@ def _condition(runtime: Runtime) -> dict[str, Any]:
     update = {} if manager.weights.state == "idle" else {"weight_update": manager.weights.state}
     requests = {"num_requests": manager.num_requests} if manager.num_requests else {}
     released = {"released": counters.released} if counters.released else {}
-    return {"status": "ok"} | paused | released | update | requests
+    owner = {"owner_lost": True} if runtime.owner_lost else {}
+    return {"status": "ok"} | paused | released | update | requests | owner
 
 
 # --- does the engine generate? ---

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from segue.config import EngineConfig, parse_endpoints
-from segue.errors import LockLostError
+from segue.errors import LockLostError, MemoryServiceLostError
 from segue.failover.life import Life
 from segue.failover.system_health import SystemHealth
 from segue.host import freeze_heap
@@ -118,6 +118,8 @@ class _Server:
                 await self._hand_over(self._membership)
             else:
                 await self._drain(lambda: at_once.is_set() or closed.done())
+                if runtime.control_notes is not None:  # a pause ends with an engine that none takes over from
+                    runtime.control_notes.remove(runtime.epoch)
         return 0 if is_asked and not runtime.died.done() else 1
 
     async def _die(self, stopping: asyncio.Task[Literal[True]]) -> None:
@@ -127,8 +129,8 @@ class _Server:
         await runtime.workers_gone()
         if self._membership is not None:
             self._membership.lock.release()
-        if isinstance(runtime.life.error, LockLostError):
-            return  # another engine serves, and clients must not find this one
+        if isinstance(runtime.life.error, LockLostError | MemoryServiceLostError):
+            return  # another engine serves, or shall be started soon, and clients must not find this one
         logger.error("the engine is dead; /health answers 503 for %g s, then the server ends", grace_s)
         await first_of(stopping, self._endpoint.closed, timeout=grace_s)
 

@@ -60,10 +60,12 @@ class ProbedEngine:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Returns the state, the epoch and how long each phase of the wake took."""
+        """Returns the state, the epoch, how long each phase of the wake took, and what is missing."""
         epoch = 0 if self.runtime is None else self.runtime.epoch
         phases = {name: round(seconds, 6) for name, seconds in self.life.wake_phases.items()}
-        return {"state": self.life.state.name.lower(), "epoch": epoch, "timings": phases}
+        found = {"state": self.life.state.name.lower(), "epoch": epoch, "timings": phases}
+        is_lost = self.runtime is not None and self.runtime.owner_lost
+        return found | ({"owner_lost": True} if is_lost else {})
 
 
 def create_system_app(engine: ProbedEngine) -> Starlette:

@@ -55,7 +55,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     size = max(_BUFFER_BYTES, 8 * widest) if served.device.type == "cpu" else BOUNCE_BYTES
 
     def make() -> Arena:  # called once the files were checked
-        staged.release()  # weights staged before in this session: the checkpoint replaces all of them
+        staged.forget()  # weights staged before in this session: the checkpoint replaces all of them
         staged.add(table.names)
         assert staged.whole is not None
         return staged.whole

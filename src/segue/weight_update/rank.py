@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from segue.errors import MemoryServiceError
+from segue.memory.rank_memory import NextWeights
 from segue.memory.tensor_ops import warm_up
 from segue.messages import weight_update as messages
-from segue.weight_update.control.calls import READ_ONLY
 from segue.weight_update.inspect import Inspector
 from segue.weight_update.rank_session import Fields, RankSession, Replies, Send, Work, errors_of
 from segue.weight_update.served import ServedWeights
@@ -39,6 +41,7 @@ class WeightUpdater:
             served.submit(partial(warm_up, served.device, served.dtype)).result()
         self._inspector = Inspector(served)
         self._sessions: dict[int, RankSession] = {}
+        self._fetched: NextWeights | None = None  # weights of another engine, which are to be served
         self._threads: set[threading.Thread] = set()  # of joins and leaves
 
     def handle(self, command: messages.WeightCommand) -> None:
@@ -53,6 +56,10 @@ class WeightUpdater:
                 self._spawn(command.call, lambda fields: self._groups.leave(command.name))
             case messages.Inspect():
                 self._inspect(command)
+            case messages.AdoptGeneration():
+                self._adopt(command.call)
+            case messages.FetchGeneration() | messages.DropGeneration() | messages.RenameWeights():
+                self._spawn(command.call, partial(self._change_generation, command))
             case _:
                 self._pass_on(command)
 
@@ -70,9 +77,6 @@ class WeightUpdater:
         self._sessions = {number: each for number, each in self._sessions.items() if not each.has_ended}
         session, others = self._sessions.get(command.session), list(self._sessions.values())
         if session is None and isinstance(command, messages.AddCommand):
-            if self._served.is_read_only:
-                self._replies.send(command.call, [READ_ONLY])
-                return
             session = RankSession(command.session, self._served, self._memory, self._groups, self._replies)
             self._sessions[command.session] = session
         if session is not None:
@@ -115,12 +119,57 @@ class WeightUpdater:
         done = self._served.submit(partial(answer, lambda fields: fields.update(read())))
         done.add_done_callback(on_done)
 
+    def _change_generation(
+        self,
+        command: messages.FetchGeneration | messages.DropGeneration | messages.RenameWeights,
+        fields: Fields,
+    ) -> list[str]:
+        """Do what concerns shared weights outside of a session, in a thread."""
+        generations = self._served.memory.generations
+        assert generations is not None
+        match command:
+            case messages.FetchGeneration():
+                try:
+                    self._fetched = generations.fetch(command.generation)
+                except MemoryServiceError as error:
+                    fields["is_lost"] = error.code == "lost"
+                    raise
+            case messages.DropGeneration():
+                self._release_fetched()
+            case messages.RenameWeights():
+                if self._served.tp.is_first:
+                    generations.rename(command.version)
+        return []
+
+    def _adopt(self, call: int) -> None:
+        """Serve the fetched generation between two steps, and reply there; then give up the one before."""
+        fetched, generations = self._fetched, self._served.memory.generations
+        assert fetched is not None and generations is not None
+
+        def adopt(fields: Fields) -> list[str]:
+            fetched.adopt()
+            self._served.rebuild(fetched.parameters)
+            fields["generation"] = generations.number, generations.name
+            return []
+
+        done = self._served.submit(partial(self._replies.answer, call, adopt))
+        done.add_done_callback(lambda _: self._start(self._release_fetched))
+
+    def _release_fetched(self) -> None:
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            fetched.release()
+
     def _spawn(self, call: int, work: Work) -> None:
         """Reply to `call` when a thread has done `work`."""
+        self._start(partial(self._replies.answer, call, work))
+
+    def _start(self, work: Callable[[], object]) -> None:
+        """Have a thread do `work`."""
 
         def run() -> None:
             try:
-                self._replies.answer(call, work)
+                work()
             finally:
                 self._threads.discard(thread)
 

@@ -69,7 +69,8 @@ class RankSession:
         self._unanswered: int | None = None  # the call of a `Receive` that has not got its reply
         self._progress = (0, 0)  # buckets and bytes received
         self._is_receiving = False
-        self._changes: tuple[Copies, set[str]] | None = None  # the prepared commit; the parameters it writes
+        # The prepared commit, and the parameters that it changes.
+        self._changes: tuple[Callable[[], None], set[str]] | None = None
         self._cancelled = threading.Event()
         self._freed = threading.Event()  # not set while memory is about to be given back
         self._freed.set()
@@ -82,6 +83,9 @@ class RankSession:
         match command:
             case messages.Receive():
                 self._work.put(partial(self._receive, command))
+            case messages.JoinGeneration() | messages.SealGeneration() | messages.FlipGeneration():
+                work = partial(self._write_generation, command)
+                self._work.put(partial(self._replies.answer, command.call, work))
             case messages.Commit():
                 self._begin_commit(command.call)
             case messages.Discard():
@@ -122,6 +126,8 @@ class RankSession:
             return late or self._errors
         if self._zero_copy is not None:
             return ["the session has tensors that were not copied, and accepts no more: commit it first"]
+        if isinstance(command, messages.OpenGeneration):
+            return self._open_generation(fields)
         self._changes = None  # prepared again once the new tensors are here
         if isinstance(command, messages.Stage):
             errors = self._stage(command.manifest)
@@ -132,6 +138,43 @@ class RankSession:
         fields |= {"num_bytes": self._num_bytes, "staging_bytes": staged.num_bytes}
         fields |= {"place": staged.place, "note": staged.note}
         return errors
+
+    # --- shared weights are written as a generation ---
+
+    def _open_generation(self, fields: Fields) -> list[str]:
+        """Take a lease to write, on rank 0."""
+        generations = self._served.memory.generations
+        assert generations is not None
+        if self._served.tp.is_first:
+            self._staged.next_weights = generations.open()
+            fields["lease"] = self._staged.next_weights.lease
+        return []
+
+    def _write_generation(
+        self,
+        command: messages.JoinGeneration | messages.SealGeneration | messages.FlipGeneration,
+        fields: Fields,
+    ) -> list[str]:
+        """Do this rank's part of what all ranks do with a generation, in the session's thread."""
+        generations, staged = self._served.memory.generations, self._staged
+        assert generations is not None
+        if self._cancelled.is_set():
+            return ["the session was discarded"]
+        match command:
+            case messages.JoinGeneration():
+                if staged.next_weights is None:
+                    staged.next_weights = generations.join(command.lease)
+            case messages.SealGeneration():
+                if self._errors or self._is_receiving or self._changes is None:
+                    return self._errors or [
+                        "the session has no weights to commit: receive or load some first"
+                    ]
+                staged.seal()
+            case messages.FlipGeneration():
+                assert staged.next_weights is not None
+                if self._served.tp.is_first:
+                    staged.next_weights.commit(command.version, command.model_path)
+        return []
 
     def _wait_freed(self, freed: Sequence[threading.Event]) -> list[str]:
         """Wait until earlier sessions have given their memory back, since this session may get it."""
@@ -201,7 +244,8 @@ class RankSession:
         if problems := check(manifest, served.weight_map):
             return problems
         self._num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-        if command.copy or self._staged.parameters or any(t.device != served.device for _, t in tensors):
+        is_elsewhere = any(tensor.device != served.device for _, tensor in tensors)
+        if command.copy or self._staged.must_stage or is_elsewhere:
             sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:
                 sink.store(name, tensor)
@@ -266,13 +310,20 @@ class RankSession:
     # --- the commit ---
 
     def _prepare(self) -> None:
-        """Prepare the copies from staged to served memory, so that generation pauses only for the copies."""
-        pairs, parameters = self._staged.pairs(), set(self._staged.parameters)
+        """Prepare the copies from staged to served memory, so that generation pauses only for the copies.
+
+        Staged weights that take the places of the served ones need none.
+        """
+        parameters = set(self._staged.parameters)
+        if self._staged.next_weights is not None:
+            self._changes = self._staged.next_weights.adopt, parameters
+            return
+        pairs = self._staged.pairs()
         if self._zero_copy is not None:
             pairs += self._zero_copy.pairs()
             parameters |= self._zero_copy.parameters
         with self._memory.on_stream():
-            self._changes = Copies(pairs), parameters
+            self._changes = Copies(pairs).write, parameters
         self._memory.synchronize()
 
     def _begin_commit(self, call: int) -> None:
@@ -294,11 +345,11 @@ class RankSession:
         On CUDA the copies are only launched here: the event of the result marks their end.
         """
         assert self._changes is not None
-        copies, parameters = self._changes
+        replace, parameters = self._changes
         names = {*self._staged.names, *(() if self._zero_copy is None else self._zero_copy.tensors)}
 
         def write() -> None:
-            copies.write()
+            replace()
             self._served.rebuild(parameters)
             self._served.note_sent(names)
 
@@ -322,6 +373,8 @@ class RankSession:
             return errors
 
         errors = errors_of(wait)
+        if (generations := self._served.memory.generations) is not None:
+            fields["generation"] = generations.number, generations.name
         if self._served.missing:
             fields |= {"num_missing": len(self._served.missing), "missing": min(self._served.missing)}
         if errors:

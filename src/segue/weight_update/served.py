@@ -36,7 +36,6 @@ class ServedWeights:
     seed: int = 0  # of dummy weights
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
-    is_read_only: bool = False  # other engines read the same memory: a write would end this process
     headroom: int = 0  # bytes of free device memory that the steps may still take
     # Checkpoint names of tensors that have not been sent since the memory of the weights was released.
     missing: set[str] = field(default_factory=set)

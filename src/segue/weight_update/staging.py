@@ -16,6 +16,7 @@ from torch import Tensor
 
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.checksum import MASK, digest
+from segue.memory.rank_memory import NextWeights
 from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest, StagingPlace
 from segue.models.weight_map import Box, Slice, box_of
@@ -40,10 +41,14 @@ class StagedWeights:
         # Set if memory for all parameters was allocated at once: a commit then copies slab by slab.
         self.whole: Arena | None = None
         self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
+        # Where parameters are staged that are to take the places of the served ones; None: these are written.
+        self.next_weights: NextWeights | None = None
 
     @property
     def place(self) -> str:
         """Where the weights are staged: `device`, `host`, or `none` while nothing is staged."""
+        if self.next_weights is not None:
+            return "device" if self._views else "none"
         places = {staging.place for staging in self._stagings}
         return "host" if "host" in places else "device" if places else "none"
 
@@ -51,6 +56,11 @@ class StagedWeights:
     def parameters(self) -> list[str]:
         """The model's parameters that are staged."""
         return [name for name in self._views if name not in self.served.weight_map.aliases]
+
+    @property
+    def must_stage(self) -> bool:
+        """Whether further tensors have to be staged, because others are, or cannot be written in place."""
+        return bool(self.parameters) or self.next_weights is not None
 
     def add(self, names: Iterable[str], place: StagingPlace = "auto", receive_buffer: int = 0) -> None:
         """Allocate memory for the parameters that the checkpoint's `names` write, unless they have some.
@@ -71,14 +81,20 @@ class StagedWeights:
         }
         touched = {part.parameter for name in written for part in table.slices[name]}
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
+        kept: list[str] = []  # parameters that lie beside the new ones
         if new:
-            arena = self._take(new, place, receive_buffer)
+            if self.next_weights is None:
+                arena = self._take(new, place, receive_buffer)
+            else:
+                arena, kept = self._take_slabs(self.next_weights, new, place, receive_buffer)
             if len(new) == len(table.parameters):  # the arena then has the layout of the served one
                 self.whole = arena
         if aliases:
             self._take([self._tied_spec(name) for name in aliases], place, receive_buffer=0)
         self.names |= written
         with self.memory.on_stream():
+            for name in kept:
+                copy_into(arena.view(name), self.served.arena.view(name))
             for spec in new:
                 self._prepare(spec.name)
         self.memory.synchronize()
@@ -104,8 +120,21 @@ class StagedWeights:
         with self.memory.on_stream():
             return [*self._not_finite(names), *_untied(self.served, names, self._tied)]
 
+    def seal(self) -> None:
+        """Make what was staged final, so that it can take the place of the served weights."""
+        assert self.next_weights is not None
+        with self.memory.on_stream():
+            self.next_weights.seal()
+
     def release(self, *, in_use: bool = False) -> None:
         """Give the memory back; if it is `in_use`, it is kept for its user for ever, and never reused."""
+        self.forget(in_use=in_use)
+        next_weights, self.next_weights = self.next_weights, None
+        if next_weights is not None:
+            next_weights.release(in_use=in_use)
+
+    def forget(self, *, in_use: bool = False) -> None:
+        """Forget all tensors that were staged; others may be staged in the session."""
         self._views.clear()
         self.memory.synchronize()
         for staging in self._stagings:
@@ -126,6 +155,23 @@ class StagedWeights:
         for spec in specs:
             self._views[spec.name] = staging.arena.view(spec.name)
         return staging.arena
+
+    def _take_slabs(
+        self, next_weights: NextWeights, specs: list[TensorSpec], place: StagingPlace, receive_buffer: int
+    ) -> tuple[Arena, list[str]]:
+        """Take the slabs of parameters; returns the arena, and the other parameters of the new slabs."""
+        table = self.served.arena.layout.table
+        if self.memory.device.type == "cpu":
+            check_host(receive_buffer)
+        elif place == "host":
+            self.note = "shared weights are staged on the device, in memory of the memory service"
+        new = next_weights.take({table[spec.name].slab for spec in specs})
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        for spec in specs:
+            self._views[spec.name] = next_weights.arena.view(spec.name)
+        return next_weights.arena, [
+            name for name, entry in table.items() if entry.slab in new and name not in self._views
+        ]
 
     def _tied_spec(self, name: str) -> TensorSpec:
         """Returns the spec of this rank's rows of a tied tensor, shaped `[rows, hidden_size]`."""

@@ -61,6 +61,7 @@ from segue.worker.throughput import Throughput
 
 if TYPE_CHECKING:  # these need torch, which these loops do not
     from segue.disagg.mover import Mover
+    from segue.memory.rank_memory import Generations
     from segue.model_runner.executor import ForwardOutput
     from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
@@ -93,6 +94,7 @@ class SchedulerLoop:
     )
     mover: Mover | None = None  # of this rank's KV
     memory: ReleasedMemory | None = None  # of this rank; None: without --enable-memory-saver
+    generations: Generations | None = None  # of weights that engines share; None: they are this engine's own
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
     spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
     memory_usage: dict[str, int]
@@ -101,9 +103,9 @@ class SchedulerLoop:
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
         self._life = RankLife(self.runner, self._send)
-        self._weights = WeightControl(
-            self.scheduler.weights, 1 + len(self.followers), is_read_only=self.scheduler.config.shares_weights
-        )
+        self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
+        if (served := self.generations) is not None:
+            self._weights.machine.start_with(served.number, served.name, served.version, served.model_path)
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
         self._poller = zmq.Poller()
         for socket in (self.inbox, self.events):
@@ -122,6 +124,8 @@ class SchedulerLoop:
         Each turn takes the messages, launches a step, and only then reads the oldest result, if no further
         step can be launched before: with overlap the device computes while the host plans and replies.
         """
+        if self.generations is not None:  # which version it is was found at the start
+            self._send(self._weights.machine.notice())
         in_flight: deque[ForwardOutput] = deque()
         idle = True  # whether nothing is in flight or can be launched before a message or a deadline comes
         depth = OVERLAP_DEPTH if self.overlap else 1

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import InitStep, Ready, StartFailed, StartStep
 from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
+from segue.messages.weight_update import WeightsChanged
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
@@ -73,8 +75,12 @@ def run_scheduler(
         runner, steps = started
         with ExitStack() as stack:
             stack.enter_context(closing(runner))
+            turn = turn or Turn()
+            runner.memory.watch_owner(turn.note_owner)
             served = runner.served_weights()
             updater = stack.enter_context(closing(WeightUpdater(served, sender.send)))
+            if runner.memory.generations is not None:
+                runner.memory.generations.watch(partial(_tell_change, sender))
             scheduler = Scheduler(
                 runner.limits,
                 config,
@@ -101,9 +107,10 @@ def run_scheduler(
                 kv_links=links,
                 mover=mover,
                 memory=_released_memory(runner, served, sender),
+                generations=runner.memory.generations,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,
-                turn=turn or Turn(),
+                turn=turn,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             if not embedded:
@@ -223,8 +230,11 @@ def _run_follower(
     if started is not None:
         freeze_heap()
         runner, sender = started[0], EventSender(context, run_dir)
+        runner.memory.watch_owner(turn.note_owner)
         served = runner.served_weights()
         updater = WeightUpdater(served, sender.send)
+        if runner.memory.generations is not None:
+            runner.memory.generations.watch(lambda *_: None)  # rank 0 tells the others
         mover = None
         if config.role != "both":
             mover, rank_address = make_mover(config, runner, run_dir, sender.send)
@@ -233,13 +243,18 @@ def _run_follower(
         follow(runner, updater, messages, sender.send, turn, mover, memory)
 
 
+def _tell_change(sender: EventSender, number: int, version: str, model_path: str | None) -> None:
+    """Tell the loop that another engine has changed the weights, which the engines share."""
+    sender.send(WeightsChanged(generation=number, version=version, model_path=model_path))
+
+
 def _released_memory(
     runner: ModelRunner, served: ServedWeights, sender: EventSender
 ) -> ReleasedMemory | None:
     """Return what releases the memory of a rank; None: it was not made for that."""
     if not isinstance(runner.memory, ReleasableMemory):
         return None
-    return ReleasedMemory(runner.memory, runner.model, served, sender.send)
+    return ReleasedMemory(runner.memory, runner.model, served, runner.submit_long, sender.send)
 
 
 def _watch_lifeline() -> None:

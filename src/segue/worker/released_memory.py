@@ -21,24 +21,31 @@ Submit = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class ReleasedMemory:
-    """Executes each `MemoryCommand` on the stream of the steps, behind those submitted before."""
+    """Executes each `MemoryCommand` on the stream of the steps, behind those submitted before.
+
+    A copy of the weights may take minutes, in which the loop must answer pings: a rank that is silent for so
+    long counts as hung, and is killed.
+    """
 
     def __init__(
         self,
         memory: ReleasableMemory,
         model: Decoder,
         served: ServedWeights,
+        submit: Submit,
         send: Callable[[MemoryMoved], None],
     ) -> None:
+        """``submit`` queues work that takes long, and does not wait for it."""
         self._memory = memory
         self._model = model
         self._served = served
+        self._submit = submit
         self._send = send
         self._on_cpu = memory.device.type == "cpu"
 
     def handle(self, command: MemoryCommand) -> None:
         """Begin to execute a command and return at once; the reply comes when it is done."""
-        self._served.submit(partial(self._execute, command))
+        self._submit(partial(self._execute, command))
 
     def _execute(self, command: MemoryCommand) -> None:
         """Execute a command and reply; raises nothing, since later steps would fail too."""

@@ -925,15 +925,3 @@ def test_a_group_that_was_joined_although_its_client_has_gone_is_kept(engine: En
     engine.tick(0.0)
     assert "h" in engine.weights.groups.joined
     assert engine.reply(other("h")).success
-
-
-def test_weights_that_cannot_be_changed_are_only_read() -> None:
-    engine = Engine()
-    engine.weights = WeightControl(engine.scheduler.weights, 2, is_read_only=True)
-    changing = [single(PART), join(GROUP), SetVersion(new_version="a"), BeginUpdate()]
-    for operation in changing:
-        answer = engine.reply(operation)
-        assert not answer.success and "--gms-mode off" in answer.message, operation
-    assert engine.done == []
-    assert engine.reply(CheckWeights(action="checksum")).success
-    assert engine.reply(GetUpdateStatus()).success

@@ -13,20 +13,28 @@ from msgspec import structs
 
 from segue.messages import weight_operations as operations
 from segue.messages.control import SchedulerMessage
-from segue.messages.weight_update import Inspect, RankReply, Received, WeightCall, WeightCommand
+from segue.messages.weight_update import (
+    Inspect,
+    RankReply,
+    Received,
+    RenameWeights,
+    WeightCall,
+    WeightCommand,
+    WeightsChanged,
+)
+from segue.weight_update.control.following import FollowMachine
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
-from segue.weight_update.control.session import BEFORE_PREPARED, RECEIVE_S, UpdatePhase, UpdateSession
+from segue.weight_update.control.session import (
+    BEFORE_PREPARED,
+    RECEIVE_S,
+    TO_BE_COMMITTED,
+    UpdatePhase,
+    UpdateSession,
+)
 from segue.weight_update.control.state_machine import Port, WeightMachine
 
-READ_ONLY = (
-    "the weights belong to the memory service (--gms-dir), and other engines read the same memory: they "
-    "cannot be changed, because updates of shared weights are not built yet. Start the engine without "
-    "--gms-dir, or with --gms-mode off, to update weights"
-)
 _MASK = (1 << 64) - 1
-# What changes nothing, and is therefore done with weights that cannot be changed too.
-_READING = (operations.GetUpdateStatus, operations.GetWeights, operations.CheckWeights)
 
 
 class WeightControl:
@@ -37,12 +45,12 @@ class WeightControl:
     ranks' replies, or raises `Refusal`. `session.Kind` explains the three kinds of sessions.
     """
 
-    def __init__(self, port: Port, num_ranks: int, *, is_read_only: bool = False) -> None:
+    def __init__(self, port: Port, num_ranks: int) -> None:
         self._port = port
-        self._is_read_only = is_read_only
         self._outbox = Outbox[WeightCommand](num_ranks)
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
+        self.following = FollowMachine(port, self._outbox, self.machine)
         self._handlers: dict[type[operations.Operation], Callable[[WeightCall, Any, float], None]] = {
             operations.JoinGroup: self.groups.join,
             operations.LeaveGroup: self.groups.leave,
@@ -64,8 +72,6 @@ class WeightControl:
     def request(self, message: WeightCall, now: float) -> None:
         """Handle a call; :meth:`advance` returns its answer, now or later."""
         try:
-            if self._is_read_only and not isinstance(message.operation, _READING):
-                raise Refusal(READ_ONLY)
             self._handlers[type(message.operation)](message, message.operation, now)
         except Refusal as refusal:
             self._outbox.answer([message.call], False, str(refusal))
@@ -74,9 +80,11 @@ class WeightControl:
         """Note that a call's client has gone; the joining of a group for which no other call waits ends."""
         self.groups.withdraw(call)
 
-    def on_rank(self, event: RankReply | Received, now: float) -> None:
-        """Take a rank's reply or progress report."""
-        if isinstance(event, Received):
+    def on_rank(self, event: RankReply | Received | WeightsChanged, now: float) -> None:
+        """Take a rank's reply or progress report, or a notice of the memory service."""
+        if isinstance(event, WeightsChanged):
+            self.following.on_changed(event)
+        elif isinstance(event, Received):
             self.machine.on_received(event, now)
         else:
             self._outbox.on_reply(event, now)
@@ -99,6 +107,7 @@ class WeightControl:
         """
         self.groups.advance(now)
         self.machine.advance(now)
+        self.following.advance(now)
         return self._outbox.take()
 
     def status(self, now: float) -> dict[str, Any]:
@@ -144,7 +153,7 @@ class WeightControl:
         if session is None:
             return
         session.ending.append(asked.call)
-        if session.phase is UpdatePhase.COMMITTING:
+        if session.phase in TO_BE_COMMITTED:
             return
         session.flush_cache = session.flush_cache or request.flush_cache
         if session.then != "commit":  # an earlier call may have asked for the commit
@@ -159,7 +168,7 @@ class WeightControl:
         session = self._find(asked.call, request.session_id, None)
         if session is None:
             return
-        if session.phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTING):
+        if session.phase not in (UpdatePhase.RECEIVED, *TO_BE_COMMITTED):
             raise Refusal(f"session {session.id!r} is {self.machine.state}; complete it first")
         completed = operations.Complete(session_id=session.id, flush_cache=request.flush_cache)
         self._complete(asked, completed, now)
@@ -273,6 +282,8 @@ class WeightControl:
             return f"session {session.id!r} is open ({self.machine.state}); {way} first"
         if self._port.unavailable is not None:
             return self._port.unavailable
+        if self.following.is_busy:
+            return "another engine of the cohort has changed the weights, and this one takes them over; retry"
         if error is not None:
             return f"the begun update has failed ({error}); end it with /end_weight_update"
         if manifest is not None and (refusal := self._receive_refusal(manifest)):
@@ -296,9 +307,19 @@ class WeightControl:
         version = request.new_version
         if request.abort_all_requests:
             self._outbox.send(self._port.output(finished=self._port.abort_all()))
-        self._port.weight_version = version  # cached KV stays valid
-        self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
-        self._outbox.answer([asked.call], True, f"Weight version is {version!r}.", new_version=version)
+
+        def on_renamed(replies: list[RankReply], wrong: str, now: float) -> None:
+            if wrong:
+                self._outbox.answer([asked.call], False, wrong)
+                return
+            self._port.weight_version = version  # cached KV stays valid
+            self._outbox.send(self.machine.notice())  # before the answer: its client may then ask
+            self._outbox.answer([asked.call], True, f"Weight version is {version!r}.", new_version=version)
+
+        if self._port.shares_weights:
+            self._outbox.command(RenameWeights(version=version), then=on_renamed)
+        else:
+            on_renamed([], "", now)
 
     def _inspect(self, asked: WeightCall, request: operations.Inspection, now: float) -> None:
         """Have every rank read its weights, and answer with what they found together.

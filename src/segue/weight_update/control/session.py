@@ -20,6 +20,7 @@ class UpdatePhase(Enum):
     PREPARED = auto()  # every rank waits for the first byte
     RECEIVING = auto()  # a rank has received something
     RECEIVED = auto()  # every rank has everything and has checked it
+    SEALING = auto()  # shared weights: every rank makes what it has staged final
     COMMITTING = auto()  # generation is held, then the ranks write the served weights
 
 
@@ -30,10 +31,17 @@ TRANSITIONS: dict[UpdatePhase, tuple[UpdatePhase, ...]] = {
     UpdatePhase.POSTING: (UpdatePhase.PREPARED, UpdatePhase.RECEIVED),
     UpdatePhase.PREPARED: (UpdatePhase.RECEIVING,),
     UpdatePhase.RECEIVING: (UpdatePhase.RECEIVED,),
-    UpdatePhase.RECEIVED: (UpdatePhase.STAGING, UpdatePhase.POSTING, UpdatePhase.COMMITTING),
+    UpdatePhase.RECEIVED: (
+        UpdatePhase.STAGING,
+        UpdatePhase.POSTING,
+        UpdatePhase.SEALING,
+        UpdatePhase.COMMITTING,
+    ),
+    UpdatePhase.SEALING: (UpdatePhase.COMMITTING,),
     UpdatePhase.COMMITTING: (),
 }
 BEFORE_PREPARED = (UpdatePhase.STAGING, UpdatePhase.POSTING)
+TO_BE_COMMITTED = (UpdatePhase.SEALING, UpdatePhase.COMMITTING)
 
 
 # How a client asks for the update. "session": it prepares and completes in two calls. "call": one call
@@ -64,6 +72,7 @@ class UpdateSession:
     refusal: str | None = None  # the error that ends the session once everything was received and dropped
     flush_cache: bool = False
     abort_all: bool = False
+    has_lease: bool = False  # to write a generation of shared weights
     is_partial: bool = True
     is_empty: bool = True  # no call has brought any tensor
     model_path: str | None = None

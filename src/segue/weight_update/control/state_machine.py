@@ -6,6 +6,10 @@ At most one session is open. Before COMMITTING the served weights are not touche
 leaves them as they were. The ranks' replies drive the phases; deadlines are kept here, and the caller passes
 the time in. If a commit fails after a rank has written, the weights are POISONED: nothing is generated until
 all of them have been replaced.
+
+Weights that the memory service shares among engines are never written. A session stages a new generation of
+them, and after RECEIVED it is SEALING. In COMMITTING the service makes the generation current, and then every
+rank serves it. If one cannot, the engine ends, and the next one serves the new generation.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any, Protocol, get_args
 from msgspec import structs
 
 from segue.config import LoadFormat
+from segue.errors import NewWeightsError
 from segue.messages import weight_update as messages
 from segue.messages.control import PauseMode, SchedulerMessage
 from segue.messages.requests import Finished
@@ -29,7 +34,13 @@ from segue.messages.weight_update import (
     WeightNotice,
 )
 from segue.weight_update.control.outbox import Outbox
-from segue.weight_update.control.session import BEFORE_PREPARED, Kind, UpdatePhase, UpdateSession
+from segue.weight_update.control.session import (
+    BEFORE_PREPARED,
+    TO_BE_COMMITTED,
+    Kind,
+    UpdatePhase,
+    UpdateSession,
+)
 
 
 class Port(Protocol):
@@ -41,6 +52,7 @@ class Port(Protocol):
     weight_version: str  # the name of the served weights
     is_updating: bool  # whether a session is open
     receive_requires_pause: bool  # whether weights may be received only while generation is paused
+    shares_weights: bool  # whether the memory service has the weights, and engines serve generations of them
 
     @property
     def has_work(self) -> bool:
@@ -55,6 +67,9 @@ class Port(Protocol):
 
     def release(self) -> None:
         """End the hold."""
+
+    def version_after(self, version: str | None) -> str:
+        """Returns what :meth:`commit` will call the weights."""
 
     def commit(self, version: str | None, *, flush_cache: bool) -> None:
         """Serve new weights from the next step on, as this version; None takes the next number."""
@@ -82,6 +97,8 @@ class WeightMachine:
         self.group_error: str | None = None  # why a group of calls failed that its client has not ended yet
         # The session that ended last: (id, group, last answer). A repeated call gets the answer again.
         self.last_ended: tuple[str, str | None, WeightAnswer] | None = None
+        self.generation: int | None = None  # of shared weights: the served one
+        self.num_discarding = 0  # sessions that have ended, but whose ranks still work for them
 
     @property
     def state(self) -> str:
@@ -142,7 +159,33 @@ class WeightMachine:
         session.begin_call(manifest)
         self.enter(session, UpdatePhase.STAGING, now)
         command = messages.Stage(session=session.number, manifest=manifest)
-        self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
+        if manifest.discard:
+            self._command(session, command, then=self._on_staged, failed=self._on_stage_failed)
+        else:
+            self._add(session, command, then=self._on_staged, failed=self._on_stage_failed)
+
+    def _add(
+        self,
+        session: UpdateSession,
+        *commands: messages.WeightCommand,
+        then: Callable[[UpdateSession, list[RankReply], float], None],
+        failed: Callable[[UpdateSession, str, float], None] | None = None,
+    ) -> None:
+        """Command the ranks to add tensors; those of shared weights need a lease to write first."""
+        if not self._port.shares_weights or session.has_lease:
+            self._command(session, *commands, then=then, failed=failed)
+            return
+
+        def on_opened(session: UpdateSession, replies: list[RankReply], now: float) -> None:
+            join = messages.JoinGeneration(session=session.number, lease=replies[0].fields["lease"])
+            self._command(session, join, then=on_joined, failed=failed)
+
+        def on_joined(session: UpdateSession, replies: list[RankReply], now: float) -> None:
+            session.has_lease = True
+            self._command(session, *commands, then=then, failed=failed)
+
+        command = messages.OpenGeneration(session=session.number)
+        self._command(session, command, then=on_opened, failed=failed)
 
     def _on_staged(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         """Every rank has accepted the manifest: have them post their receives."""
@@ -205,7 +248,7 @@ class WeightMachine:
                 return
             copy = session.kind == "group of calls"  # the client may overwrite its tensors after each call
             commands = [messages.Take(session=number, payload=each, copy=copy) for each in payloads]
-        self._command(session, *commands, then=self._on_loaded)
+        self._add(session, *commands, then=self._on_loaded)
 
     def _on_loaded(self, session: UpdateSession, replies: list[RankReply], now: float) -> None:
         """Take the replies to ``Load`` and ``Take``."""
@@ -218,7 +261,7 @@ class WeightMachine:
     def on_received(self, event: Received, now: float) -> None:
         """Take a rank's progress report."""
         session = self.session
-        if session is None or event.session != session.number or session.phase is UpdatePhase.COMMITTING:
+        if session is None or event.session != session.number or session.phase in TO_BE_COMMITTED:
             return  # the report is late: its session has ended, or everything was received before
         if event.error is not None:
             self.abort(session, f"rank {event.rank}: {event.error}", now)
@@ -261,13 +304,22 @@ class WeightMachine:
     # --- the commit ---
 
     def commit(self, session: UpdateSession, now: float) -> None:
+        """Have the ranks make shared weights final, while generation goes on; then hold it."""
+        session.answer_by = None
+        if not self._port.shares_weights:
+            self._hold(session, now)
+            return
+        self.enter(session, UpdatePhase.SEALING, now)
+        command = messages.SealGeneration(session=session.number)
+        self._command(session, command, then=lambda session, _, now: self._hold(session, now))
+
+    def _hold(self, session: UpdateSession, now: float) -> None:
         """Hold generation; the commit goes on in :meth:`advance` when the hold has taken effect.
 
         Running requests keep their KV pages, unless the cache is to be flushed (``retract``: they give the
         pages back and compute them anew) or the client wants the requests to end (``abort``).
         """
         self.enter(session, UpdatePhase.COMMITTING, now)
-        session.answer_by = None
         mode: PauseMode = "retract" if session.flush_cache else "in_place"
         session.num_paused = self._port.hold("abort" if session.abort_all else mode)
 
@@ -285,6 +337,23 @@ class WeightMachine:
         """Send the commit to the ranks, once, as soon as no step is in flight."""
         if "WRITING" not in session.times and self._port.stands_still:
             session.times["WRITING"] = now
+            session.weight_version = self._port.version_after(session.weight_version)
+            if not self._port.shares_weights:
+                self._outbox.command(messages.Commit(session=session.number), then=self._on_committed)
+                return
+            flip = messages.FlipGeneration(
+                session=session.number, version=session.weight_version, model_path=session.model_path
+            )
+            self._outbox.command(flip, then=self._on_flipped)
+
+    def _on_flipped(self, replies: list[RankReply], wrong: str, now: float) -> None:
+        """The memory service has made the new generation current, or the weights stay as they are."""
+        session = self.session
+        assert session is not None and session.phase is UpdatePhase.COMMITTING
+        if wrong:
+            self.abort(session, wrong, now)
+            self._port.release()
+        else:
             self._outbox.command(messages.Commit(session=session.number), then=self._on_committed)
 
     def _on_committed(self, replies: list[RankReply], wrong: str, now: float) -> None:
@@ -295,6 +364,8 @@ class WeightMachine:
         """
         session = self.session
         assert session is not None and session.phase is UpdatePhase.COMMITTING
+        if wrong and self._port.shares_weights:
+            raise NewWeightsError(f"{wrong}; the memory service has the new weights")
         if wrong:
             if any(reply.fields.get("touched") or not reply.errors for reply in replies):
                 self._poison(wrong)
@@ -305,6 +376,7 @@ class WeightMachine:
         if not session.is_partial:
             self._port.poisoned = None
         self._port.missing = _missing(replies)
+        self.note_generation(replies)
         session.times["SERVED"] = now
         self._shown.num_committed += 1
         self._shown.last = self._figures(session) | {"kind": session.kind}
@@ -312,6 +384,20 @@ class WeightMachine:
         self._port.release()
         self.close(session)
         self._finish(session, True, "The new weights are served.")
+
+    def note_generation(self, replies: list[RankReply]) -> None:
+        """Note which generation of shared weights is served now, of the replies of ranks that serve it."""
+        if (found := replies[0].fields.get("generation")) is not None:
+            self.generation, self._shown.generation = found
+
+    def start_with(self, generation: int, name: str, version: str, model_path: str | None) -> None:
+        """Note which generation of shared weights is served, and what its version is."""
+        self.generation, self._shown.generation = generation, name
+        self._port.weight_version, self._shown.model_path = version, model_path
+
+    def note_path(self, model_path: str | None) -> None:
+        """Note where another engine has read the weights that are served now."""
+        self._shown.model_path = model_path or self._shown.model_path
 
     def _poison(self, why: str) -> None:
         """Stop serving: end every request, and refuse new ones until a full update replaces all weights."""
@@ -327,16 +413,20 @@ class WeightMachine:
         if session.kind == "group of calls":
             self.group_error = why
         self.close(session)
-        self._outbox.command(messages.Discard(session=session.number))
+        self.num_discarding += 1
+        self._outbox.command(messages.Discard(session=session.number), then=self._on_discarded)
         self._outbox.answer(session.preparing, False, why, session_id=session.id)
         self._finish(session, False, why)
+
+    def _on_discarded(self, replies: list[RankReply], wrong: str, now: float) -> None:
+        self.num_discarding -= 1
 
     def abort_session_of(self, name: str, why: str, now: float, *, if_received: bool = True) -> None:
         """Abort the open session if it is of group ``name``; one that is being committed goes on.
 
         ``if_received``: abort also a session that has received everything, and so needs the group no more.
         """
-        spared = [UpdatePhase.COMMITTING] if if_received else [UpdatePhase.COMMITTING, UpdatePhase.RECEIVED]
+        spared = [*TO_BE_COMMITTED] if if_received else [*TO_BE_COMMITTED, UpdatePhase.RECEIVED]
         session = self.session
         if session is not None and session.group_name == name and session.phase not in spared:
             self.abort(session, f"group {name!r} {why}", now)
