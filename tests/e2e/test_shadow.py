@@ -305,6 +305,38 @@ def test_a_parked_shadow_that_is_stopped_is_seen(tiny_model: Path, cohort: Path)
         wait_until(lambda: shadow.probe("live")[0] == 200, "its recovery")
 
 
+def test_a_pause_is_taken_over(tiny_model: Path, cohort: Path) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(ShadowProcess(tiny_model, cohort, "a"))
+        first.until("active")
+        second = stack.enter_context(ShadowProcess(tiny_model, cohort, "b"))
+        second.until("standby")
+
+        def ask(engine: ShadowProcess, path: str, **body: object) -> httpx.Response:
+            response = httpx.post(engine.url + path, json=body, timeout=30)
+            assert response.status_code == 200, response.text
+            return response
+
+        def is_paused(engine: ShadowProcess) -> bool:
+            return bool(httpx.get(f"{engine.url}/is_paused", timeout=30).json()["is_paused"])
+
+        ask(first, "/pause_generation", mode="in_place", ttl_s=3600)
+        first.process.kill()
+        second.until("active")
+        assert is_paused(second)
+        with ShadowProcess(tiny_model, cohort, "c") as third:
+            third.until("standby")
+            ask(second, "/continue_generation")
+            assert not is_paused(second) and second.generate()
+            second.process.kill()
+            third.until("active")
+            assert not is_paused(third) and third.generate()
+            ask(third, "/pause")
+            third.process.send_signal(signal.SIGTERM)
+            assert third.process.wait(30) == 0
+            assert not list(cohort.glob("control-*")), "none takes over from it"
+
+
 def test_an_engine_that_loses_its_lock_ends_at_once(tiny_model: Path, cohort: Path) -> None:
     with ShadowProcess(tiny_model, cohort, "a", exit_grace=30.0) as first:
         first.until("active")

@@ -15,6 +15,7 @@ from segue.logs import configure
 from segue.server.lifecycle import serve
 
 WORKER = Path(__file__).resolve().parent.parent / "support" / "fake_worker.py"
+COMMAND = (sys.executable, str(WORKER))
 
 
 def main() -> int:
@@ -22,9 +23,8 @@ def main() -> int:
     configure(config.log_level)
     listener = bind(config.host, config.port)
     print(f"bound {listener.getsockname()[1]}", flush=True)
-    command = (sys.executable, str(WORKER))
     try:
-        return uvloop.run(serve(config, listener, lambda _, url: print(f"ready {url}", flush=True), command))
+        return uvloop.run(serve(config, listener, lambda _, url: print(f"ready {url}", flush=True), COMMAND))
     except SegueError as error:
         print(f"failed {error.message}", flush=True)
         return 1

@@ -129,21 +129,21 @@ class SlabCalls:
         self, lease: WeightsLease, rank: int, manifest: WeightsManifest, places: Sequence[int] | None
     ) -> RankSlabs | None:
         """Return all slabs of a rank: its own, and those of its parent; None: they do not fit."""
-        own, sizes = lease.ranks[rank].own, manifest.identity.slab_sizes
+        store, own, sizes = self._service.store, lease.ranks[rank].own, manifest.identity.slab_sizes
         slabs = [-1] * len(sizes)
         if lease.parent is not None:
-            slabs = list(self._service.store.ranks[lease.parent, rank].descriptors)
+            slabs = list(store.ranks[lease.parent, rank].descriptors)
         places = range(len(own)) if places is None else places
         if len(set(places)) != len(own) or not set(places) <= set(range(len(slabs))):
             return None
         for place, slab in zip(places, own, strict=True):
             slabs[place] = slab
-        if -1 in slabs or [self._service.store.size_of(slab) for slab in slabs] != sizes:
+        if -1 in slabs or [store.size_of(slab) for slab in slabs] != sizes:
             return None
         if len(manifest.digests) != len(sizes):
             return None
         return RankSlabs(
-            device=self._service.store.device_of(slabs[0]),
+            device=store.device_of(slabs[0]),
             sizes=sizes,
             descriptors=slabs,
             manifest=msgspec.msgpack.encode(manifest),

@@ -26,6 +26,7 @@ from segue.errors import (
     MemoryServiceLostError,
     SegueError,
 )
+from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
@@ -39,6 +40,8 @@ from segue.launch.shared_weights import check_shared_weights
 from segue.logs import logger
 from segue.messages.control import (
     Heartbeat,
+    PauseMode,
+    PauseResult,
     Ready,
     SchedulerMessage,
     Shutdown,
@@ -93,6 +96,7 @@ class Runtime:
         self.epoch = (
             0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
         )
+        self.control_notes: ControlNotes | None = None  # in a cohort: for the engine that takes over
         self.died: asyncio.Future[SegueError] = loop.create_future()  # why the engine has ended by itself
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._manager: TokenizerManager | None = None
@@ -229,6 +233,21 @@ class Runtime:
         """End the wake: the engine serves."""
         self._enter(LifeState.ACTIVE)
         self._ranks.end_wake()
+
+    async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
+        """Stop generation, as the tokenizer manager does, and note it for an engine that takes over."""
+        began = time.monotonic()
+        result = await self.manager.pause_generation(mode, ttl_s)
+        if self.control_notes is not None and result.mode is not None:
+            left_s = None if ttl_s is None else ttl_s - (time.monotonic() - began)
+            self.control_notes.put(self.epoch, result.mode, left_s)
+        return result
+
+    async def continue_generation(self) -> None:
+        """Continue generation; an engine that takes over generates too."""
+        await self.manager.continue_generation()
+        if self.control_notes is not None:
+            self.control_notes.remove(self.epoch)
 
     @property
     def manager(self) -> TokenizerManager:

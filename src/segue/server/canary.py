@@ -73,7 +73,8 @@ def facts_of(runtime: Runtime) -> list[object]:
     weights = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
     drawn = config.seed if source.format == "dummy" else None
     return [
-        *(source.directory, source.format, source.config, weights, drawn, runtime.manager.weights.version),
+        *(source.directory, source.format, source.config, weights, drawn),
+        *(runtime.manager.weights.version, runtime.manager.weights.generation),
         *(
             ready.device.partition(":")[0],
             ready.dtype,

@@ -12,6 +12,7 @@ from segue.config import EngineConfig
 from segue.discovery.opening import open_discovery
 from segue.discovery.record import EngineRecord
 from segue.errors import ConfigError, DiscoveryError
+from segue.failover.control_note import ControlNotes
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, sign_of
@@ -40,6 +41,7 @@ class CohortMember:
         self.directory = Path(config.failover_dir)
         self.cohort = config.cohort
         self.engine_id = config.engine_id or _default_id()
+        self.control_notes = ControlNotes(self.directory, self.cohort)
         self.lock = CohortLock(self.directory, self.cohort)
         self._sign = sign_of(self.directory, self.cohort, self.engine_id)
         self._discovery = open_discovery(

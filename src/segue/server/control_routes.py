@@ -49,9 +49,9 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "i
 @routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False))
 async def pause_generation(request: Request) -> Response:
     """Stop generating; answers once nothing runs, with what became of the requests."""
-    manager = runtime_of(request).manager
+    runtime = runtime_of(request)
     body = await read_json(request, partial(parse, PauseRequest), partial(control, PauseRequest))
-    result = await manager.pause_generation(body.pause_mode, body.ttl_s)
+    result = await runtime.pause_generation(body.pause_mode, body.ttl_s)
     said = {"message": "Generation paused successfully.", "status": "ok"}
     return json_response(said | structs.asdict(result))
 
@@ -59,23 +59,23 @@ async def pause_generation(request: Request) -> Response:
 @routes.post("/continue_generation")
 async def continue_generation(request: Request) -> Response:
     """Generate again; not paused: nothing happens."""
-    await runtime_of(request).manager.continue_generation()
+    await runtime_of(request).continue_generation()
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @routes.post("/pause", schema=query_schema(PauseQuery))
 async def pause(request: Request) -> Response:
     """As ``/pause_generation``, by vLLM's name and modes."""
-    manager = runtime_of(request).manager
+    runtime = runtime_of(request)
     query = parse(PauseQuery, dict(request.query_params), coerces=True)
-    await manager.pause_generation(VLLM_MODES[query.mode])
+    await runtime.pause_generation(VLLM_MODES[query.mode])
     return json_response({"status": "paused"})
 
 
 @routes.post("/resume")
 async def resume(request: Request) -> Response:
     """As ``/continue_generation``, by vLLM's name."""
-    await runtime_of(request).manager.continue_generation()
+    await runtime_of(request).continue_generation()
     return json_response({"status": "resumed"})
 
 

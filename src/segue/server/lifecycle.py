@@ -118,6 +118,8 @@ class _Server:
                 await self._hand_over(self._membership)
             else:
                 await self._drain(lambda: at_once.is_set() or closed.done())
+                if runtime.control_notes is not None:  # a pause ends with an engine that none takes over from
+                    runtime.control_notes.remove(runtime.epoch)
         return 0 if is_asked and not runtime.died.done() else 1
 
     async def _die(self, stopping: asyncio.Task[Literal[True]]) -> None:

@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext, suppress
 
 from segue.errors import ForbiddenError, LockHeldError, LockLostError, NoStandbyError
+from segue.failover.control_note import ControlNotes
 from segue.failover.lock import CohortLock
 from segue.failover.watchdog import Watchdog
 from segue.launch.runtime import Runtime
@@ -105,6 +106,7 @@ class Takeover:
             clock.note("memory")
             if membership is not None:
                 await canary.check(runtime, membership.directory)
+                await _take_over_pause(runtime, membership.control_notes)  # behind it: it would be stopped
             clock.note("canary")
             await self._endpoint.serve(runtime, epoch)
             clock.note("serve")
@@ -131,6 +133,15 @@ class _PhaseClock:
     def note_total(self) -> None:
         """End the last phase."""
         self._phases["total"] = self._last - self._began
+
+
+async def _take_over_pause(runtime: Runtime, notes: ControlNotes) -> None:
+    """Pause generation if the engine before was paused by a user, for the time that is left."""
+    runtime.control_notes = notes
+    if (pause := notes.left()) is not None:
+        mode, left_s = pause
+        await runtime.pause_generation(mode, left_s)
+        logger.info("generation is paused, as on the engine before")
 
 
 async def _end_without(lock: CohortLock, runtime: Runtime) -> None:
