@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
@@ -37,6 +38,7 @@ from bench.failover import model_options, one_kill, quantiles
 from segue.children import import_path
 from segue.cluster.children import SEGUE
 from segue.cluster.pod_process import COHORT, EnginePart, PodProcess
+from segue.cluster.processes import die_with
 from segue.failover.standby import sign_of
 from segue.gms.supervisor import GMS_COMMAND
 from segue.launch.processes import WORKER_COMMAND
@@ -110,7 +112,10 @@ def descendants(root: int) -> Iterator[tuple[int, list[str]]]:
 def command(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command of ``segue`` until the block ends."""
     process = subprocess.Popen(
-        [*SEGUE, *words], env=os.environ | import_path(os.environ), stdout=subprocess.DEVNULL
+        [*SEGUE, *words],
+        env=os.environ | import_path(os.environ),
+        stdout=subprocess.DEVNULL,
+        preexec_fn=partial(die_with, os.getpid()),
     )
     try:
         yield process
