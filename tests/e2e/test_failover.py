@@ -43,6 +43,7 @@ def model_of(pod: PodProcess) -> str:
     return str(httpx.get(f"{pod.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
 
+@pytest.mark.timeout(300)  # engines start three times, beside all other tests
 def test_no_client_notices_more_than_a_pause_when_an_engine_is_killed(
     pod: PodProcess, wait_until: WaitUntil
 ) -> None:
