@@ -16,6 +16,7 @@ from pathlib import Path
 from segue.children import describe_exit
 from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.failover.pod import Probe, ProbeKind
+from segue.failover.prober import LOOPBACK
 
 ORPHAN_S = 2.0  # for the processes of a dead child to end by themselves
 LOG_END_S = 1.0  # for the rest of a dead child's log
@@ -27,10 +28,11 @@ _prctl = ctypes.CDLL(None).prctl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthProbes:
-    """The probes that watch a child, and the ports of this machine that stand for those of its manifest."""
+    """The probes that watch a child, and where this machine has what its manifest names."""
 
     probes: Mapping[ProbeKind, Probe]
     ports: Mapping[str, int]  # by their names
+    host: str = LOOPBACK  # that the child listens on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

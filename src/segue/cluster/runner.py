@@ -135,7 +135,8 @@ class ChildRunner:
     async def _watch(self, spec: ChildSpec, health: HealthProbes) -> None:
         """Have a process killed when its probes want it."""
         prober = Prober(health.probes, time.monotonic())
-        reason = await keep_probing(prober, health.ports, partial(self._execute, spec))
+        execute = partial(self._execute, spec)
+        reason = await keep_probing(prober, health.ports, execute, host=health.host)
         if commands := self.supervisor.unhealthy(spec.name, time.monotonic()):
             logger.warning("%s is killed: %s", spec.name, reason)
             self._do(commands)

@@ -22,7 +22,7 @@ from segue.gms.manifest import WeightsManifest, decode_manifest, encode_manifest
 from segue.gms.transport import GmsFrameError, close, connect, packed, receive, send, unpacked
 from segue.memory import shared
 
-REPLY_S = 60.0  # the longest time that a call takes which does not wait for something
+REPLY_S = 60.0  # `GmsTarget.reply_s`
 ReplyKind = TypeVar("ReplyKind", bound=wire.Message)
 
 
@@ -39,6 +39,7 @@ class GmsTarget:
     device: str = "cpu"
     token: str | None = None
     connect_s: float = 60.0  # how long a service is waited for
+    reply_s: float = REPLY_S  # the longest time that a call takes which does not wait for something
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
 
@@ -83,7 +84,7 @@ class GmsClient:
         target, deadline = self.target, time.monotonic() + self.target.connect_s
         while True:
             try:
-                self._socket = connect(target.directory, REPLY_S)
+                self._socket = connect(target.directory, target.reply_s)
                 break
             except MemoryServiceError:
                 if time.monotonic() >= deadline:
@@ -412,7 +413,7 @@ class GmsClient:
         on_wait: Callable[[int], None] = lambda position: None,
     ) -> ReplyKind:
         """Receive until a call's reply comes; notices are kept."""
-        deadline = time.monotonic() + wait_s + REPLY_S
+        deadline = time.monotonic() + wait_s + self.target.reply_s
         while True:
             try:
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
