@@ -236,7 +236,8 @@ class NextGeneration:
         for place, slab in self._slabs.items():
             served.window.remap(served.starts[place], slab, writable=False)
         served.window.populate([served.starts[place] for place in self._slabs])
-        served.retired.append(served.number)
+        if served.number != self._number:  # the service may have been started again, and counts anew
+            served.retired.append(served.number)
         served.replace(self._number, self._manifest, self._descriptors)
         self._descriptors = {}
         self._is_served = True
