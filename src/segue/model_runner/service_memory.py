@@ -137,6 +137,8 @@ class ServiceMemory(PrivateMemory):
         A service that is away changes nothing either; without it the engine serves what it has mapped.
         """
         self._epoch = epoch
+        if self._served is not None:
+            self._served.epoch = max(self._served.epoch, epoch)
         if epoch and self._groups.tp.is_first and self.generations is not None:
             try:
                 self.generations.claim(epoch)
