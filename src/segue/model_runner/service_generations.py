@@ -167,7 +167,7 @@ class ServedGeneration:
         self._has_claimed = True
         fenced = self.client.fence(self.epoch, kills=True)
         if fenced.alive:
-            logger.warning("processes of engines that served before were killed: %s", fenced.alive)
+            logger.info("processes of engines that served before are killed: %s", fenced.alive)
 
     def watch(self, on_changed: Callable[[int, str, str | None], None]) -> None:
         """See `Generations.watch`."""
