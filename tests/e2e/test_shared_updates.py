@@ -66,7 +66,7 @@ def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_route_updates_all_engines(
     tmp_path: Path, trainer_address: str, checkpoints: list[tuple[Path, int]], tp: int
 ) -> None:

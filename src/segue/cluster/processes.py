@@ -103,11 +103,13 @@ class ChildProcess:
         """
         self.signal(signal.SIGKILL)
         self._process.wait()
-        await asyncio.wait({self._log_end}, timeout=LOG_END_S)
-        self._loop.remove_reader(self._pidfd)
-        self._loop.remove_reader(self._log)
-        os.close(self._pidfd)
-        self._log.close()
+        try:
+            await asyncio.wait({self._log_end}, timeout=LOG_END_S)
+        finally:  # also if this is cancelled
+            self._loop.remove_reader(self._pidfd)
+            self._loop.remove_reader(self._log)
+            os.close(self._pidfd)
+            self._log.close()
 
     def _note_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)

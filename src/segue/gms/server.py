@@ -110,6 +110,7 @@ class GmsConnection:
         self.watch_process()
         if not self.is_closed:
             self.session = self._server.service.open(self, self.pid, message)
+            self._server.service.fence.seen(self.session, self._pidfd)
 
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
         """See `session.GmsPort`: what cannot be sent at once is sent when the client has read."""
@@ -239,6 +240,7 @@ class GmsServer:
         self._listener.close()
         unlink(self.path, self._made)
         os.close(self._lock)
+        self.service.fence.close()
 
     def _accept(self) -> None:
         for _ in range(64):  # then others have their turn
