@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import time
 
 from segue.errors import MemoryServiceError
 from segue.gms.server import lock_directory
@@ -17,6 +18,7 @@ from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, listening, 
 from segue.logs import logger
 from segue.memory import shared
 
+ACCEPT_PAUSE_S = 0.1  # before the next try, if there are too many descriptors
 SEND_S = 5.0  # a service that takes no descriptor for so long is given up
 
 
@@ -40,15 +42,24 @@ class Holder:
     def run(self) -> None:
         """Serve until the process ends."""
         while True:
-            for key, _ in self._selector.select():
-                assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._serve(key.fileobj)
+            self.serve_once()
+
+    def serve_once(self) -> None:
+        """Wait until somebody connects or sends something, and serve those who do."""
+        for key, _ in self._selector.select():
+            assert isinstance(key.fileobj, socket.socket)
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._serve(key.fileobj)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # too many descriptors, or the client has gone
+            logger.warning("a client cannot be accepted: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)
+            return
         connection.settimeout(SEND_S)
         if shared.peer_ids(connection)[1] != os.geteuid():
             connection.close()
