@@ -256,6 +256,38 @@ def test_an_update_without_the_service_fails_and_the_weights_stay(
         assert_same(rank, old)
 
 
+def test_a_service_that_has_lost_an_update_gets_it_back_from_its_engine(
+    tmp_path: Path, ranks: NewRank, new: tuple[Path, State]
+) -> None:
+    own = tmp_path / "own"
+    with gms.running(own) as service:
+        rank = ranks(own)
+        part = {KEY: torch.ones(rank.served.weight_map.shapes[KEY])}
+        rank.served.memory.wake(3)  # it serves, with this epoch
+        owner_lost: list[bool] = []
+        rank.served.memory.watch_owner(owner_lost.append)
+        begin(rank)
+        rank.do(Take, session=1, payload=save(part), copy=True)
+        commit(rank, version="v6")
+        begin(rank, 2)
+        rank.do(Take, session=2, payload=save(new[1]), copy=True)
+        commit(rank, 2, version="v7")
+        gms.end(service, signal.SIGKILL)
+    with gms.running(own):
+        gms.until(lambda: owner_lost == [True, False], "it does not come back")
+        with gms.target(own, tag="watch") as client:
+            assert "adopted" in [event.kind for event in client.events()]
+        other = ranks(own)
+        assert_same(other, new[0])
+        generations = other.served.memory.generations
+        assert generations is not None and generations.version == "v7"
+        assert generation_of(rank) == generation_of(other)
+        begin(rank, 3)
+        rank.do(Take, session=3, payload=save(part), copy=True)
+        commit(rank, 3, version="v8")
+        assert generation_of(rank) > generation_of(other)
+
+
 def test_a_slab_that_something_still_writes_to_ends_the_update(
     directory: Path, ranks: NewRank, old: Path, new: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
