@@ -144,6 +144,28 @@ def test_a_lease_of_others_does_no_harm(kubeconfig: Path) -> None:
     served(kubeconfig, test)
 
 
+def test_the_leases_of_engines_that_are_long_gone_are_deleted(
+    kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "LONG_GONE", 2)
+
+    async def test(server: FakeKubernetes) -> None:
+        for cohort, engine in (("default", "engine-b"), ("other", "engine-c")):
+            dead = KubernetesDiscovery("", TTL_S)
+            await dead.put(record(cohort=cohort, engine=engine))
+            dead._put.clear()  # it is killed: nobody renews its Lease
+            await dead.close()
+        living = KubernetesDiscovery("", TTL_S)
+        await living.claim_epoch("default", 3)
+        await living.put(record())
+        kept = {"segue.default", "segue.default.engine-a", "segue.other.engine-c"}
+        assert set(server.leases) == {*kept, "segue.default.engine-b"}
+        await until(lambda: set(server.leases) == kept)
+        await living.close()
+
+    served(kubeconfig, test)
+
+
 def test_an_api_server_that_refuses_is_named(kubeconfig: Path) -> None:
     async def test(server: FakeKubernetes) -> None:
         server.token = "another"

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.router.fake_servers import (
+    REPLY,
     STREAM,
     Answer,
     Exchange,
@@ -20,6 +21,7 @@ from tests.router.fake_servers import (
     native_error,
     overloaded,
     run,
+    say_hello,
     until,
 )
 from tests.router.successors import CohortEngine, discovering
@@ -264,6 +266,30 @@ def test_a_request_that_comes_long_after_the_last_engine_is_refused_at_once(dire
             request = asyncio.create_task(router.generate())
             await waiting(router)  # its engine has been lost just now
             request.cancel()
+
+    run(test())
+
+
+def test_a_list_of_models_waits_for_the_successor_too(directory: Path) -> None:
+    async def test() -> None:
+        old, new = (CohortEngine(directory, epoch, say_hello) for epoch in (1, 2))
+        async with discovering(directory, old) as router:
+            await lost(router, old)
+            asked = asyncio.create_task(router.http.get("/v1/models"))
+            await new.serve()
+            reply = await asked
+            assert (reply.status_code, reply.content) == (200, REPLY)
+        await new.die()
+
+    run(test())
+
+
+def test_a_list_of_models_does_not_wait_for_ever(directory: Path) -> None:
+    async def test() -> None:
+        engine = CohortEngine(directory, 1, say_hello)
+        async with discovering(directory, engine, resume_timeout_s=0.2) as router:
+            await lost(router, engine)
+            assert (await router.http.get("/v1/models")).status_code == 503
 
     run(test())
 

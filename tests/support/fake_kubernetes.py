@@ -105,9 +105,14 @@ class FakeKubernetes:
 
     async def _delete(self, request: web.Request) -> web.Response:
         self._check_token(request)
-        lease = self.leases.pop(request.match_info["name"], None)
+        lease = self.leases.get(request.match_info["name"])
         if lease is None:
             return _status(404, "NotFound")
+        options = await request.json() if request.can_read_body else None
+        wanted = ((options or {}).get("preconditions") or {}).get("resourceVersion")
+        if wanted not in (None, lease["metadata"]["resourceVersion"]):
+            return _status(409, "Conflict")
+        del self.leases[request.match_info["name"]]
         self._tell("DELETED", lease)
         return _status(200, "")
 

@@ -27,6 +27,7 @@ from segue.options import check_name
 POLL_S = 2.0  # changes are also told by a watch of the API server, at once
 CALL_S = 5.0  # for the API server to answer
 RENEWALS = 3  # of a Lease in its duration
+LONG_GONE = 10  # durations without a renewal, after which any engine of the cohort removes a Lease
 TRIES = 8  # to write a Lease that others write at the same time
 LABEL = "segue-cohort"  # of the Leases of engines
 ANNOTATION = "segue/record"
@@ -78,6 +79,7 @@ class KubernetesDiscovery:
         self._seen: dict[str, _Seen] = {}  # by the name of a Lease
         self._put: dict[str, tuple[EngineRecord, str]] = {}  # with the version, by the name of the Lease
         self._keeping: asyncio.Task[None] | None = None
+        self._others: dict[str, _Seen] = {}  # as `_seen`, of the engines beside this one
 
     async def put(self, record: EngineRecord) -> None:
         """Put an engine's record in place of its last one, and keep it alive from now on."""
@@ -153,6 +155,7 @@ class KubernetesDiscovery:
             try:
                 for name in [*self._put]:
                     await self._renew(name)
+                await self._call(self._sweep)
                 problem = ""
             except DiscoveryError as error:
                 if str(error) != problem:
@@ -168,6 +171,21 @@ class KubernetesDiscovery:
             await self._call(lambda: self._delete(name))
         elif self._put[name][0] is record:
             self._put[name] = record, renewed
+
+    async def _sweep(self) -> None:
+        """Delete the Leases of engines of the same cohorts that are long gone: nobody else does."""
+        cohorts = {record.cohort for record, _ in self._put.values()}
+        now, before, self._others = time.monotonic(), self._others, {}
+        for lease in await self._leases():
+            metadata, spec = lease["metadata"], lease.get("spec", {})
+            name, version = metadata["name"], metadata["resourceVersion"]
+            if metadata["labels"][LABEL] not in cohorts or name in self._put:
+                continue
+            seen = before.get(name)
+            self._others[name] = seen = seen if seen and seen.version == version else _Seen(version, now)
+            if now >= seen.at + LONG_GONE * spec.get("leaseDurationSeconds", self._ttl_s):
+                logger.info("deletes the Lease %s, which its engine has not renewed for long", name)
+                await self._delete(name, version)
 
     async def _listen(self) -> None:
         """Look for records at once whenever the API server tells of a change, until this is cancelled."""
@@ -224,12 +242,14 @@ class KubernetesDiscovery:
             raise
         return str(saved.metadata.resource_version)
 
-    async def _delete(self, name: str) -> None:
+    async def _delete(self, name: str, version: str = "") -> None:
+        """Delete a Lease, if it still has a version; "": whatever version it has."""
         api = await self._connected()
+        body = {"preconditions": {"resourceVersion": version}} if version else None
         try:
-            await api.delete_namespaced_lease(name, self._namespace, _request_timeout=CALL_S)
+            await api.delete_namespaced_lease(name, self._namespace, body=body, _request_timeout=CALL_S)
         except self._refused as error:
-            if error.status != NOT_FOUND:
+            if error.status not in (NOT_FOUND, CONFLICT):
                 raise
 
     async def _write(self, name: str, record: EngineRecord, version: str) -> str:

@@ -22,7 +22,8 @@ from segue.gms.manifest import WeightsManifest, decode_manifest, encode_manifest
 from segue.gms.transport import GmsFrameError, close, connect, packed, receive, send, unpacked
 from segue.memory import shared
 
-REPLY_S = 60.0  # the longest time that a call takes which does not wait for something
+REPLY_S = 60.0  # `GmsTarget.reply_s`
+TAKEOVER_REPLY_S = 2.0  # the same for a call of an engine that takes over: it can do without the service
 ReplyKind = TypeVar("ReplyKind", bound=wire.Message)
 
 
@@ -38,7 +39,9 @@ class GmsTarget:
     size: int = 1
     device: str = "cpu"
     token: str | None = None
+    epoch: int = 0  # with which the engine serves
     connect_s: float = 60.0  # how long a service is waited for
+    reply_s: float = REPLY_S  # the longest time that a call takes which does not wait for something
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
 
@@ -56,20 +59,22 @@ class GmsClient:
         """
         self.target = target
         self._lineage = lineage
-        self.notices: deque[wire.GenerationChanged | wire.LeaseLost] = deque()  # until somebody listens
-        self._on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None] = self.notices.append
+        self.notices: deque[wire.Notice] = deque()  # until somebody listens
+        self._on_notice: Callable[[wire.Notice], None] = self.notices.append
         self._calls = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._socket: socket.socket
         self.opened = self._open(pins)
 
-    def reopen(self, pins: Sequence[int]) -> None:
+    def reopen(self, pins: Sequence[int], epoch: int = 0) -> None:
         """Connect again after the connection has ended; `pins` are the generations that are still read.
 
+        `epoch` is that with which the engine serves; 0: it does not.
         Other threads may use the client meanwhile: their calls fail with the code "lost".
         """
-        opened = GmsClient(replace(self.target, connect_s=0.0), pins, lineage=self.opened.lineage)
+        target = replace(self.target, connect_s=0.0, epoch=epoch)
+        opened = GmsClient(target, pins, lineage=self.opened.lineage)
         with self._lock:
             if self._is_closed:
                 opened.close()
@@ -83,7 +88,7 @@ class GmsClient:
         target, deadline = self.target, time.monotonic() + self.target.connect_s
         while True:
             try:
-                self._socket = connect(target.directory, REPLY_S)
+                self._socket = connect(target.directory, target.reply_s)
                 break
             except MemoryServiceError:
                 if time.monotonic() >= deadline:
@@ -98,6 +103,7 @@ class GmsClient:
             rank=target.rank,
             size=target.size,
             device=target.device,
+            epoch=target.epoch,
             nonce=target.nonce,
             token=target.token,
             pins=list(pins),
@@ -244,7 +250,16 @@ class GmsClient:
 
     def claim(self, seen: int = 0) -> int:
         """Take the next epoch of the cohort, above `seen`."""
-        return self._one(wire.ClaimEpoch(call=self._next(), seen=seen), wire.EpochClaimed).epoch
+        message = wire.ClaimEpoch(call=self._next(), seen=seen)
+        return self._one(message, wire.EpochClaimed, reply_s=TAKEOVER_REPLY_S).epoch
+
+    def fence(self, below: int, *, kills: bool = False, wait_s: float = 0.0) -> wire.EnginesFenced:
+        """Wait for the processes of engines that have served with an epoch below this one.
+
+        With `kills` the service kills them, where the system allows it.
+        """
+        message = wire.FenceEngines(call=self._next(), below=below, kills=kills, wait_s=wait_s)
+        return self._one(message, wire.EnginesFenced, wait_s=wait_s, reply_s=TAKEOVER_REPLY_S)
 
     def put_note(
         self, name: str, value: bytes, expect: bytes | None = None, *, keeps: bool = False
@@ -276,7 +291,7 @@ class GmsClient:
         """Whether the service has ended the connection."""
         return self._socket.fileno() < 0 or shared.is_closed(self._socket)
 
-    def listen(self, on_notice: Callable[[wire.GenerationChanged | wire.LeaseLost], None]) -> None:
+    def listen(self, on_notice: Callable[[wire.Notice], None]) -> None:
         """Have a function take all notices, those too that have come already; any thread may call it."""
         with self._lock:
             self._on_notice = on_notice
@@ -301,7 +316,7 @@ class GmsClient:
                     frame, descriptors = receive(self._socket)
                     close(descriptors)
                     reply = wire.decode_reply(frame) if frame else None
-                    if not isinstance(reply, wire.GenerationChanged | wire.LeaseLost):
+                    if not isinstance(reply, wire.Notice):
                         return False
                     self._on_notice(reply)
             except BlockingIOError:
@@ -346,7 +361,9 @@ class GmsClient:
                 self._send(message, ())
                 more = True
                 while more:
-                    reply = self._reply(message.call, wire.SlabsGiven, descriptors, wait_s)
+                    reply = self._reply(
+                        message.call, wire.SlabsGiven, descriptors, wait_s + self.target.reply_s
+                    )
                     sizes += reply.sizes
                     more = reply.more
         except BaseException:
@@ -361,6 +378,7 @@ class GmsClient:
         descriptors: Sequence[int] = (),
         *,
         wait_s: float = 0.0,
+        reply_s: float | None = None,
         on_wait: Callable[[int], None] = lambda position: None,
         given: list[int] | None = None,
     ) -> ReplyKind:
@@ -369,7 +387,8 @@ class GmsClient:
         try:
             with self._lock:
                 self._send(message, descriptors)
-                return self._reply(message.call, kind, received, wait_s, on_wait)
+                timeout_s = wait_s + (self.target.reply_s if reply_s is None else reply_s)
+                return self._reply(message.call, kind, received, timeout_s, on_wait)
         finally:
             if given is None:
                 close(received)
@@ -408,11 +427,11 @@ class GmsClient:
         call: int,
         kind: type[ReplyKind],
         descriptors: list[int],
-        wait_s: float = 0.0,
+        timeout_s: float,
         on_wait: Callable[[int], None] = lambda position: None,
     ) -> ReplyKind:
         """Receive until a call's reply comes; notices are kept."""
-        deadline = time.monotonic() + wait_s + REPLY_S
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -428,7 +447,7 @@ class GmsClient:
             if isinstance(reply, kind) and reply.call == call:
                 return reply
             match reply:
-                case wire.GenerationChanged() | wire.LeaseLost():
+                case wire.GenerationChanged() | wire.EpochChanged() | wire.LeaseLost():
                     self._on_notice(reply)
                 case wire.StillWaiting():
                     on_wait(reply.position)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-from contextlib import suppress
 
 from segue.errors import MemoryServiceError
 from segue.gms.server import lock_directory
-from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, new_socket, receive, send
+from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, listening, receive, send, unlink
 from segue.logs import logger
 from segue.memory import shared
 
@@ -29,17 +28,11 @@ class Holder:
         self._lock = lock_directory(directory, "holder")
         self.held: dict[bytes, int] = {}
         self.path = os.path.join(directory, HOLDER_SOCKET)
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self._listener = new_socket()
-        before = os.umask(0o177)
         try:
-            self._listener.bind(self.path)
+            self._listener, self._made = listening(self.path)
         except OSError as error:
             text = f"the socket {self.path} cannot be made ({error.strerror or error})"
             raise MemoryServiceError(f"{text}; choose a shorter path or another directory") from error
-        finally:
-            os.umask(before)
         self._listener.listen()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -98,6 +91,5 @@ class Holder:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
-        with suppress(OSError):
-            os.unlink(self.path)
+        unlink(self.path, self._made)
         os.close(self._lock)

@@ -50,6 +50,7 @@ class OpenSession(Message, frozen=True):
     rank: RankNumber = 0
     size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # ranks of the engine
     device: Name = "cpu"  # or the UUID of a GPU
+    epoch: Number = 0  # that the engine has claimed; 0: it does not serve, or is in no cohort
     nonce: Annotated[bytes, Meta(max_length=16)] = b""  # the same after a reconnect
     token: Annotated[str, Meta(max_length=256)] | None = None
     pins: Annotated[
@@ -170,6 +171,14 @@ class ClaimEpoch(Message, frozen=True):
     seen: Number = 0  # the highest epoch that was found elsewhere
 
 
+class FenceEngines(Message, frozen=True):
+    """Waits for the processes of engines that have served with a lower epoch. Reply: EnginesFenced."""
+
+    below: Number  # the epoch of the engine that asks
+    kills: bool = False  # whether these processes are killed
+    wait_s: Seconds = 0.0
+
+
 class PutNote(Message, frozen=True):
     """Sets a note of the cohort, if it has the value `expect`. Reply: :class:`NoteValue`, with what holds.
 
@@ -214,6 +223,7 @@ Request = (
     | UnpinGeneration
     | OfferRank
     | ClaimEpoch
+    | FenceEngines
     | PutNote
     | GetNote
     | GetServiceState
@@ -274,6 +284,13 @@ class EpochClaimed(Message, frozen=True):
     epoch: Number
 
 
+class EnginesFenced(Message, frozen=True):
+    """The processes of older engines have ended, or the wait for them has."""
+
+    alive: list[int]  # ids of processes that have not ended
+    is_proved: bool  # whether all processes of engines can be watched
+
+
 class NoteValue(Message, frozen=True):
     """The value of a note; None: there is none."""
 
@@ -327,6 +344,12 @@ class GenerationChanged(Message, frozen=True):
     model_path: Version | None = None
 
 
+class EpochChanged(Message, frozen=True):
+    """A notice: another engine of the cohort has claimed an epoch, and serves from now on."""
+
+    epoch: Number
+
+
 class LeaseLost(Message, frozen=True):
     """A notice: another rank of the engine, or the service, has ended the lease to write."""
 
@@ -342,6 +365,7 @@ Reply = (
     | RankSealed
     | GenerationNumber
     | EpochClaimed
+    | EnginesFenced
     | NoteValue
     | StateGiven
     | EventsGiven
@@ -349,9 +373,11 @@ Reply = (
     | CallRefused
     | StillWaiting
     | GenerationChanged
+    | EpochChanged
     | LeaseLost
 )
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+Notice = GenerationChanged | EpochChanged | LeaseLost  # what comes without having been asked for

@@ -124,7 +124,7 @@ class SessionKeeper:
         client, kept = self._client, self._held.kept()
         try:
             if client.is_lost:
-                client.reopen([kept.generation])
+                client.reopen([kept.generation], self._epoch())
             if kept.generation not in client.opened.lost_pins:
                 check_equal(client.manifest(kept.generation, client.target.rank), kept.manifest)
             elif not (number := self._offer(kept)):

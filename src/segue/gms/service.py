@@ -13,6 +13,7 @@ from segue.gms import fsm
 from segue.gms import messages as wire
 from segue.gms.adoption import WeightOffers
 from segue.gms.answers import answer
+from segue.gms.fencing import ProcessFence
 from segue.gms.lock_state import (
     AbortEvent,
     AskEvent,
@@ -74,6 +75,7 @@ class MemoryService:
         self._note_keepers: dict[tuple[str, str], set[int]] = {}  # sessions; none: the note stays
         self._slabs = SlabCalls(self)
         self._offers = WeightOffers(self)
+        self.fence = ProcessFence(self)
 
     # Sessions.
 
@@ -108,11 +110,13 @@ class MemoryService:
             self.note_event("session_ended", f"{session.name}: {reason}")
         self._release_notes(session.number)
         self._offers.forget(session.number)
+        self.fence.gone(session.number)
         self.step(GoneEvent(session=session.number))
 
     def tick(self) -> None:
         """Let time pass; called several times per second."""
         self.step(TickEvent())
+        self.fence.tick()
 
     def report_waiting(self) -> None:
         """Tell those that wait that they still do; called every STILL_WAITING_S seconds."""
@@ -179,6 +183,9 @@ class MemoryService:
                 self._offers.take(session, message, descriptors)
             case wire.ClaimEpoch():
                 self.step(ClaimEvent(session=number, cohort=session.hello.cohort, seen=message.seen), call)
+                self._claimed(session, self.state.cohorts[session.hello.cohort].epoch)
+            case wire.FenceEngines():
+                self.fence.ask(session, message)
             case wire.PutNote():
                 self._put_note(session, message)
             case wire.GetNote():
@@ -228,6 +235,14 @@ class MemoryService:
         if message.keeps:
             self._note_keepers.setdefault(key, set()).add(session.number)
         session.port.send(wire.NoteValue(call=message.call, value=value))
+
+    def _claimed(self, session: GmsSession, epoch: int) -> None:
+        """Tell the other engines of a cohort that this one serves."""
+        self.fence.serves(session, epoch)
+        engine = session.hello.engine
+        for each in self.sessions.values():
+            if each.hello.cohort == session.hello.cohort and each.hello.engine != engine:
+                each.port.send(wire.EpochChanged(epoch=epoch))
 
     def _release_notes(self, session: int) -> None:
         """Remove the notes that no session keeps any more."""

@@ -19,7 +19,7 @@ from msgspec import structs
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.manifest import WeightsManifest
-from segue.gms.messages import GenerationChanged, LeaseLost, WeightsGranted
+from segue.gms.messages import EpochChanged, GenerationChanged, Notice, WeightsGranted
 from segue.gms.reconnecting import KeptWeights
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
@@ -67,6 +67,7 @@ class ServedGeneration:
         self._versions = {self.number: (self.version, self.model_path)}  # of generations, if known
         self._descriptors = descriptors
         self._changing = threading.Lock()  # of what `kept` returns
+        self._has_claimed = False  # an epoch of its own
         self.epoch = client.opened.epoch  # an engine that is in no cohort has that of its start
 
     @property
@@ -163,14 +164,21 @@ class ServedGeneration:
     def claim(self, epoch: int) -> None:
         """See `Generations.claim`."""
         self.epoch = self.client.claim(seen=epoch - 1)
+        self._has_claimed = True
+        fenced = self.client.fence(self.epoch, kills=True)
+        if fenced.alive:
+            logger.info("processes of engines that served before are killed: %s", fenced.alive)
 
     def watch(self, on_changed: Callable[[int, str, str | None], None]) -> None:
         """See `Generations.watch`."""
 
-        def on_notice(notice: GenerationChanged | LeaseLost) -> None:
-            if isinstance(notice, GenerationChanged):
-                self.note_version(notice.generation, notice.weight_version, notice.model_path)
-                on_changed(notice.generation, notice.weight_version, notice.model_path)
+        def on_notice(notice: Notice) -> None:
+            match notice:
+                case GenerationChanged():
+                    self.note_version(notice.generation, notice.weight_version, notice.model_path)
+                    on_changed(notice.generation, notice.weight_version, notice.model_path)
+                case EpochChanged() if self._has_claimed and notice.epoch > self.epoch:
+                    _end_replaced(notice.epoch)
 
         self.client.listen(on_notice)
 
@@ -288,6 +296,12 @@ class NextGeneration:
         for place in self._slabs:
             found[place] = int(digest(self.arena.slabs[place])) & MASK
         return found
+
+
+def _end_replaced(epoch: int) -> None:
+    """End this process, because another engine serves in its engine's place: nothing that it does counts."""
+    logger.error("another engine of the cohort has claimed epoch %d, and serves; this one ends", epoch)
+    os._exit(1)
 
 
 def bound_arena(layout: Layout, window: MemoryWindow, device: torch.device) -> Arena:

@@ -26,7 +26,8 @@ GONE = frozenset({"engine_dead", "draining", "stale_epoch"})
 _Process = tuple[str, str]  # id and incarnation of a worker
 
 
-def _process(view: WorkerView) -> _Process:
+def process_of(view: WorkerView) -> _Process:
+    """Return what tells a worker's process from all others, also from later ones at its URL."""
     return view.id, view.record.incarnation
 
 
@@ -115,7 +116,7 @@ class Attempts:
         consequence = _CONSEQUENCES[kind]
         self.avoid(worker, kind)
         if kind in (FailureKind.LOST, FailureKind.UNREACHED) or code in GONE:
-            self._gone.add(_process(worker))
+            self._gone.add(process_of(worker))
         if has_output:
             self.resumes += consequence.counts
         else:
@@ -133,9 +134,9 @@ class Attempts:
     def avoid(self, worker: WorkerView, kind: FailureKind) -> None:
         """Keep the request away from a worker, for as long as the kind of the failure says."""
         if _CONSEQUENCES[kind].lasts:
-            self._lost.add(_process(worker))
+            self._lost.add(process_of(worker))
         else:
-            (self._refused if kind is FailureKind.REFUSED else self._broken_off).add(_process(worker))
+            (self._refused if kind is FailureKind.REFUSED else self._broken_off).add(process_of(worker))
 
     def avoided(self, views: Iterable[WorkerView]) -> frozenset[str]:
         """Returns the workers that do not get the request now.
@@ -143,11 +144,11 @@ class Attempts:
         A process that was lost never gets it again; another process in its place may.
         """
         processes = self._lost | self._refused | self._broken_off
-        return frozenset(view.id for view in views if _process(view) in processes)
+        return frozenset(view.id for view in views if process_of(view) in processes)
 
     def is_gone(self, view: WorkerView) -> bool:
         """Whether a process failed at this request in a way that only another one in its place can mend."""
-        return _process(view) in self._gone
+        return process_of(view) in self._gone
 
     def forgive(self, *, refusals: bool) -> bool:
         """Allow workers again that may succeed now; returns whether there are any.

@@ -11,23 +11,32 @@ from starlette.types import Receive, Scope, Send
 
 from segue.logs import logger
 from segue.router.answers import code_of, passed_on, read_whole
-from segue.router.attempts import RETRIED
+from segue.router.attempts import GONE, RETRIED, process_of
 from segue.router.breaker import LegEnd
 from segue.router.choice import Refuse
 from segue.router.entry import SentRequest
+from segue.router.fleet import WorkerView
 from segue.router.registry import Registry
 from segue.router.upstream_connection import Headers, UpstreamError
 from segue.server.responses import error_response, unless_gone
+
+POLL_S = 0.05  # at most, between two looks for an engine that takes another one's place
 
 
 class Passthrough:
     """An ASGI application that answers a GET by the reply of a worker: the first one that has an answer."""
 
-    def __init__(self, registry: Registry, headers: Headers, path: str) -> None:
-        """Take a request; ``headers`` are those that workers get, with their key."""
+    def __init__(self, registry: Registry, headers: Headers, path: str, resume_timeout_s: float) -> None:
+        """Take a request; ``headers`` are those that workers get, with their key.
+
+        It waits for ``resume_timeout_s`` seconds for an engine that is about to take another one's place.
+        """
         self._registry = registry
         self._headers = headers
         self._path = path
+        self._resume_timeout_s = resume_timeout_s
+        self._tried: set[tuple[str, str]] = set()  # processes that were asked
+        self._gone: set[tuple[str, str]] = set()  # those of them that cannot serve any more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; return when the reply is complete or the client has left."""
@@ -36,18 +45,32 @@ class Passthrough:
             await answer(scope, receive, send)
 
     async def _answer(self) -> Response:
-        """Returns the answer of a worker; the last refusal if all refuse."""
-        answer: Response | None = None
-        tried: frozenset[str] = frozenset()
+        """Returns the answer of a worker; the last refusal if all refuse and none is about to be replaced."""
+        registry, answer = self._registry, None
+        deadline = time.monotonic() + self._resume_timeout_s
         while True:
             now = time.monotonic()
-            choice = self._registry.choose_any(tried, now)
-            if isinstance(choice, Refuse):
+            tried = frozenset(view.id for view in registry.views() if process_of(view) in self._tried)
+            choice = registry.choose_any(tried, now)
+            if not isinstance(choice, Refuse):
+                self._tried.add(process_of(choice.worker))
+                found = await self._ask(registry.begin(choice, now))
+                if found is None or code_of(bytes(found.body)) in GONE:
+                    self._gone.add(process_of(choice.worker))
+                answer = found or answer
+                if answer is not None and answer.status_code != RETRIED:
+                    return answer
+            elif registry.is_closed or now >= deadline or not self._is_awaited(now):
                 return answer or error_response(choice.error(), self._path)
-            tried |= {choice.worker.id}
-            answer = await self._ask(self._registry.begin(choice, now)) or answer
-            if answer is not None and answer.status_code != RETRIED:
-                return answer
+            else:
+                await registry.wait_for_change(min(POLL_S, deadline - now))
+
+    def _is_awaited(self, now: float) -> bool:
+        """Whether an engine is about to take another one's place."""
+        return any(s < self._resume_timeout_s for s in self._registry.vacancies(self._is_gone, now).values())
+
+    def _is_gone(self, view: WorkerView) -> bool:
+        return process_of(view) in self._gone
 
     async def _ask(self, sent: SentRequest) -> Response | None:
         """Returns a worker's reply; None: it was lost."""

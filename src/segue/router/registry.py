@@ -15,7 +15,6 @@ from random import Random
 
 from segue.laps.classes import PromptClass
 from segue.messages.fleet import Role
-from segue.router.attempts import Attempts
 from segue.router.breaker import LegEnd, judge
 from segue.router.choice import Ask, Decision, Refuse, RoutingRules
 from segue.router.decide import decide, second_claim
@@ -117,14 +116,13 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 await self._change.wait()
 
-    def vacancies(self, attempts: Attempts, now: float) -> dict[str, float]:
+    def vacancies(self, is_gone: Callable[[WorkerView], bool], now: float) -> dict[str, float]:
         """Returns the cohorts that have lost their active engine, and for how many seconds each has had none.
 
-        That is as far as the router knows and a request has found.
+        That is as far as the router knows and a request has found: ``is_gone`` says which of the engines have
+        failed at it.
         """
-        active = {
-            view.record.cohort for view in self.views() if view.is_active and not attempts.is_gone(view)
-        }
+        active = {view.record.cohort for view in self.views() if view.is_active and not is_gone(view)}
         return {cohort: now - last for cohort, last in sorted(self.served.items()) if cohort not in active}
 
     # --- requests ---

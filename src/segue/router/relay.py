@@ -153,7 +153,7 @@ class Relay:
                 choice = self._registry.choose(facts, self._avoided(), now, outputs)
             if not isinstance(choice, Refuse) or self._registry.is_closed:
                 return choice
-            vacancies = self._registry.vacancies(attempts, now)
+            vacancies = self._registry.vacancies(attempts.is_gone, now)
             is_over = now >= deadline
             if outputs is None:
                 is_over = is_over or min(vacancies.values(), default=inf) >= self._resume_timeout_s

@@ -195,7 +195,7 @@ class Router:
     def pass_through(self, path: str) -> Passthrough:
         """Returns what answers a client's GET by a worker's own reply; raises as :meth:`relay` does."""
         self.check_open()
-        return Passthrough(self.registry, self._headers(), path)
+        return Passthrough(self.registry, self._headers(), path, self.config.resume_timeout_s)
 
     def _headers(self) -> Headers:
         return [(b"content-type", b"application/json"), *key_header(self.config.worker_api_key)]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from segue.config import EngineConfig
 from segue.discovery.opening import open_discovery
 from segue.discovery.record import EngineRecord
-from segue.errors import ConfigError, DiscoveryError
+from segue.errors import ConfigError, DiscoveryError, MemoryServiceError
 from segue.failover.control_note import ControlNotes
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, sign_of
+from segue.gms.client import GmsClient, GmsTarget
 from segue.launch.in_thread import in_thread
+
+SERVICE_S = 0.5  # for the memory service to say which epoch it knows; an engine takes over without it too
 
 
 class CohortMember:
@@ -43,6 +48,16 @@ class CohortMember:
         self.engine_id = config.engine_id or _default_id()
         self.control_notes = ControlNotes(self.directory, self.cohort)
         self.lock = CohortLock(self.directory, self.cohort)
+        self._service: GmsTarget | None = None  # the memory service, which knows epochs too
+        if config.shares_weights and config.gms_dir is not None:
+            self._service = GmsTarget(
+                directory=config.gms_dir,
+                tag="front",
+                cohort=self.cohort,
+                engine=self.engine_id,
+                token=config.gms_token,
+                connect_s=0.0,
+            )
         self._sign = sign_of(self.directory, self.cohort, self.engine_id)
         self._discovery = open_discovery(
             config.discovery,
@@ -76,7 +91,11 @@ class CohortMember:
         Raises:
             LockLostError: the file of the lock was deleted or made anew.
         """
-        return await claim_epoch(self.lock, self._discovery, self.engine_id, url)
+        known = 0
+        if self._service is not None:
+            with suppress(TimeoutError):
+                known = await asyncio.wait_for(in_thread(partial(_epoch_of, self._service)), SERVICE_S)
+        return await claim_epoch(self.lock, self._discovery, self.engine_id, url, at_least=known)
 
     async def put(self, record: EngineRecord) -> None:
         """Have routers find this engine.
@@ -96,6 +115,15 @@ class CohortMember:
         self.lock.release()
         with suppress(DiscoveryError):
             await self._discovery.close()
+
+
+def _epoch_of(service: GmsTarget) -> int:
+    """Returns the highest epoch that the memory service knows of; 0 if it is away."""
+    try:
+        with GmsClient(service) as client:
+            return client.opened.epoch
+    except MemoryServiceError:
+        return 0
 
 
 def _default_id() -> str:
