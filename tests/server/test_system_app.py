@@ -258,3 +258,9 @@ def test_a_failover_directory_that_cannot_be_used_ends_the_server(tiny_model: Pa
         assert server.process.wait(20) == 1
         assert server.process.stdout is not None
         assert "failover_dir='/proc/none'" in server.process.stdout.read()
+
+
+def test_a_failover_directory_without_shadow_mode_is_refused() -> None:
+    config = EngineConfig(failover_dir="/run/segue")
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="add --shadow-mode"):
+        asyncio.run(serve(config, listener, lambda runtime, url: None))
