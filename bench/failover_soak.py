@@ -3,13 +3,13 @@
     python -m bench.failover_soak [--name=cpu_failover_soak] [--kills=500] [--shadows=3] [--model=MODEL]
                                   [--option=value …]
 
-Beside ``segue serve --shadows N`` with the other options, whose engines are killed, it runs a memory service
-with its holder, from which all engines have their weights, and one more engine that stands by all the time,
-because only a call would wake it. Each kill comes in the middle of replies, which must all go on; in turn it
-hits the engine's front, its workers, and both. Every 25 kills, once the pod is whole again, it notes the
-descriptors, the mappings and the memory (PSS) of each process that has never been killed: the supervisor, the
-router, the service with its supervisor and its holder, and the front and the worker of the engine that stands
-by. The first 50 kills fill caches and do not count.
+Beside ``segue serve --shadows N`` with the other options, whose engines are killed, it runs one more engine
+of the cohort that stands by all the time, because only a call would wake it. All have their weights from the
+memory service of the pod. Each kill comes in the middle of replies, which must all go on; in turn it hits the
+engine's front, its workers, and both. Every 25 kills, once the pod is whole again, it notes the descriptors,
+the mappings and the memory (PSS) of each process that has never been killed: the supervisor, the router, the
+memory service and its holder, and the front and the worker of the engine that stands by. The first 50 kills
+fill caches and do not count.
 
 The bars: no more descriptors, at most 1 % and 2 more mappings, and at most 2 % and 1 MiB more memory at the
 end than at the beginning.
@@ -23,11 +23,11 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
@@ -38,7 +38,10 @@ from bench.failover import model_options, one_kill, quantiles
 from segue.children import import_path
 from segue.cluster.children import SEGUE
 from segue.cluster.pod_process import COHORT, EnginePart, PodProcess
+from segue.cluster.processes import die_with
 from segue.failover.standby import sign_of
+from segue.gms.supervisor import GMS_COMMAND
+from segue.launch.processes import WORKER_COMMAND
 
 WARM_KILLS, EVERY = 50, 25
 WHOLE_S, START_S, STOP_S = 120.0, 120.0, 20.0
@@ -109,7 +112,10 @@ def descendants(root: int) -> Iterator[tuple[int, list[str]]]:
 def command(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command of ``segue`` until the block ends."""
     process = subprocess.Popen(
-        [*SEGUE, *words], env=os.environ | import_path(os.environ), stdout=subprocess.DEVNULL
+        [*SEGUE, *words],
+        env=os.environ | import_path(os.environ),
+        stdout=subprocess.DEVNULL,
+        preexec_fn=partial(die_with, os.getpid()),
     )
     try:
         yield process
@@ -123,45 +129,40 @@ def command(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class SoakedPod:
-    """A pod whose engines are killed, and beside it a memory service and an engine that only stands by."""
+    """A pod whose engines are killed, and beside it an engine that only stands by."""
 
     def __init__(self, options: Sequence[str], shadows: int, stack: ExitStack) -> None:
         """Start all of it, and end it with ``stack``."""
-        gms_dir = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sg-"))) / "gms")
-        # a bystander that was started with other options would have other weights
-        options = ["--device=cpu", "--deterministic", *options, f"--gms-dir={gms_dir}"]
-        service = stack.enter_context(
-            command("gms", "serve", f"--gms-dir={gms_dir}", "--devices=cpu", "--on-child-exit=restart")
-        )
+        options = ["--device=cpu", "--deterministic", *options]  # of both, so that they have equal weights
         self.pod = stack.enter_context(PodProcess(options, shadows=shadows))
         self._engines = [f"engine-{letter}" for letter in ascii_lowercase[: 1 + shadows]]
         directory = self.pod.failover_dir
         place = [f"--failover-dir={directory}", f"--cohort={COHORT}", "--engine-id=bystander"]
+        place += [f"--gms-dir={directory.with_name('gms')}"]
         bystander = stack.enter_context(
             command(
                 *("serve", "--shadow-mode", "--wake=manual", "--port=0", "--system-port=0"),
                 *("--log-level=warning", *place, *options),
             )
         )
-        self._pids = {"supervisor": self.pod.process.pid, "gms supervisor": service.pid}
-        self._pids |= {"bystander": bystander.pid}
+        self._pids = {"supervisor": self.pod.process.pid, "bystander": bystander.pid}
         deadline = time.monotonic() + START_S
-        while "bystander's worker" not in self._pids or "router" not in self._pids:
+        while len(self._pids) < 6:
             if time.monotonic() >= deadline or bystander.poll() is not None:
-                sys.exit("the engine that only stands by did not start")
-            self._find(service.pid, bystander.pid)
+                sys.exit(f"not all processes have started: {self._pids}")
+            self._find(bystander.pid)
             time.sleep(0.1)
 
-    def _find(self, service: int, bystander: int) -> None:
+    def _find(self, bystander: int) -> None:
         """Note the processes that others have started."""
-        for pid, words in descendants(service):
-            self._pids["gms holder" if "hold" in words else "gms service"] = pid
         for pid, words in descendants(self.pod.process.pid):
-            if "router" in words:
+            if GMS_COMMAND[-1] in words:
+                self._pids["gms holder" if "hold" in words else "gms service"] = pid
+            elif "router" in words:
                 self._pids["router"] = pid
-        workers = [pid for pid, _ in descendants(bystander)]
-        if workers:
-            self._pids["bystander's worker"] = max(workers, key=lambda pid: size_of(pid).pss_kib)
+        for pid, words in descendants(bystander):
+            if WORKER_COMMAND[-1] in words:
+                self._pids["bystander's worker"] = pid
 
     def sizes(self) -> Sizes:
         """Return what each process takes that lives on."""

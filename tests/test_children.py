@@ -8,7 +8,8 @@ from segue.children import RestartRule, describe_exit
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL, perhaps"), (-11, "SIGSEGV")]
+    ("code", "words"),
+    [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL, perhaps"), (-11, "SIGSEGV"), (-40, "signal 40")],
 )
 def test_exit_codes_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)

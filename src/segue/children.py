@@ -54,4 +54,8 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     hint = ", perhaps because memory ran out" if -code == signal.SIGKILL else ""
-    return f"by signal {signal.Signals(-code).name}{hint}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = str(-code)
+    return f"by signal {name}{hint}"

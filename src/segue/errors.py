@@ -315,3 +315,11 @@ class MemoryServiceError(SegueError, status=503, code="memory_service"):
 
 class WeightsMismatchError(MemoryServiceError, code="mismatch"):
     """The memory service has other weights for the cohort than the engine wants."""
+
+
+def error_of(kind: str, message: str) -> SegueError:
+    """Return the error whose class another process has named."""
+    cls = globals().get(kind)
+    if isinstance(cls, type) and issubclass(cls, SegueError):
+        return cls(message)
+    return EngineDeadError(f"{kind}: {message}")

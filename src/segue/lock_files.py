@@ -44,7 +44,7 @@ class OpenFile:
             return False
         try:
             there = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(there, os.fstat(self.number))
 

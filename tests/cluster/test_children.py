@@ -21,14 +21,20 @@ PORTS = [41001, 41002, 41003, 41004]
 SYSTEM_PORTS = [42001, 42002, 42003, 42004]
 
 
-def children(environ: dict[str, str] | None = None, gpus: str = "", **options: Any) -> dict[str, ChildSpec]:
+def children(
+    environ: dict[str, str] | None = None,
+    gpus: str = "",
+    *,
+    router_url: str = "http://127.0.0.1:40000",
+    **options: Any,
+) -> dict[str, ChildSpec]:
     given = environ or {}
     config = ClusterConfig.create(given, **options)
     host = ClusterHost(
         environ=given,
         gpus=list(gpus),
         num_cores=8,
-        router_url="http://127.0.0.1:40000",
+        router_url=router_url,
         worker_ports=PORTS[: config.size.num_engines],
         system_ports=SYSTEM_PORTS[: config.size.num_engines] if config.size.shadows else [],
         failover_dir="/run/failover",
@@ -185,6 +191,15 @@ def test_with_shadows_children_have_the_probes_of_the_manifest() -> None:
     assert all(child.health is None for child in children(workers=2).values())
     pauses = {name: child.restart_after_s for name, child in found.items()}
     assert pauses == {"gms-holder": 0.0, "gms": 0.0, "engine-a": 3.0, "engine-b": 3.0, "router": 0.0}
+
+
+def test_the_router_is_probed_where_it_listens() -> None:
+    found = children(workers=1, shadows=1, host="::1", router_url="http://[::1]:40000")
+    health = found["router"].health
+    assert health is not None and (health.host, health.ports) == ("::1", {"http": 40000})
+    for name in ("engine-a", "engine-b"):
+        health = found[name].health
+        assert health is not None and health.host == "127.0.0.1"
 
 
 def test_each_worker_of_a_cluster_is_a_cohort_with_its_own_shadows() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from segue.cluster.config import ClusterConfig, ClusterSize
@@ -96,6 +98,22 @@ def test_options_that_belong_to_one_engine_are_refused_with_shadows(option: dict
     engine = EngineConfig.create({}, **option)
     with pytest.raises(ConfigError, match="with --shadows, Segue chooses this option of each engine"):
         ClusterConfig.with_shadows(engine, 1, {})
+
+
+@pytest.mark.parametrize(
+    "option", [{"gms_mode": "rw"}, {"gms_mode": "ro"}, {"gms_mode": "rw", "gms_dir": "/g"}]
+)
+def test_engines_with_shadows_neither_all_load_nor_all_read(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"with shadows, .* leave --gms-mode out"):
+        ClusterConfig.with_shadows(EngineConfig.create({}, **option), 1, {})
+    with pytest.raises(ConfigError, match=r"with shadows, .* leave --gms-mode out"):
+        ClusterConfig.create({}, workers=1, shadows=1, **option)
+    assert ClusterConfig.create({}, workers=1, **option).size.shadows == 0
+
+
+def test_engines_with_shadows_may_read_what_another_engine_has_loaded() -> None:
+    config = ClusterConfig.create({}, workers=1, shadows=1, gms_mode="ro", gms_dir="/g")
+    assert config.engine.gms_mode == "ro"
 
 
 def test_each_option_is_listed_once_as_the_router_has_it() -> None:

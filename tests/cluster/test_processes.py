@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,24 @@ def test_a_child_is_killed_with_its_parent(wait_until: WaitUntil) -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
-    code = "from segue.cluster.processes import _die_with; _die_with(1 << 22); print('lives')"
+    code = "from segue.cluster.processes import die_with; die_with(1 << 22); print('lives')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
+
+
+def test_a_close_that_is_cancelled_leaves_no_open_file() -> None:
+    async def test() -> None:
+        program = "import os, time; os.fork() or print('begun', flush=True); time.sleep(60)"
+        spec = replace(stand_in("a", 0), command=(sys.executable, "-S", "-E", "-c", program))
+        begun = asyncio.Event()
+        process = ChildProcess(spec, lambda _: begun.set())
+        await asyncio.wait_for(begun.wait(), 20)
+        closing = asyncio.create_task(process.close())
+        await asyncio.sleep(0)  # it waits for the end of the log, which the other process keeps open
+        closing.cancel()
+        with suppress(asyncio.CancelledError):
+            await closing
+        os.killpg(process.pid, signal.SIGKILL)
+        assert closing.cancelled() and process._log.closed
+
+    asyncio.run(test())

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from segue.cluster.processes import HealthProbes
+from segue.cluster.processes import HealthProbes, _children
+from segue.cluster.runner import ChildRunner
+from segue.cluster.supervisor import SupervisorRules
 from segue.failover.pod import Execution, HttpGet, Probe, ProbeKind
 from tests.cluster.running import free_port, is_alive, running, stand_in
 
@@ -134,6 +136,21 @@ def test_a_child_that_cannot_start_ends_the_others(ports: list[int]) -> None:
             await asyncio.wait_for(found.done, 10)
             failure = found.runner.supervisor.failure
             assert failure == "a ended with exit code 3 before it was ready; see its log above"
+
+    asyncio.run(test())
+
+
+def test_a_child_whose_start_fails_in_an_unknown_way_leaves_no_other(ports: list[int]) -> None:
+    async def test() -> None:
+        wrong = replace(stand_in("b", ports[1]), command=("a\0b",))
+        lines: list[str] = []
+        specs, rules = [stand_in("a", ports[0]), wrong], SupervisorRules(drain_s=10, stop_s=5)
+        runner = ChildRunner(specs, rules, lambda _, line: lines.append(line), lambda _: None)
+        files, children = set(os.listdir("/proc/self/fd")), _children()
+        with pytest.raises(ExceptionGroup) as raised:
+            await runner.run()
+        assert raised.group_contains(ValueError, match="null byte")
+        assert set(os.listdir("/proc/self/fd")) <= files and _children() <= children
 
     asyncio.run(test())
 

@@ -104,6 +104,24 @@ def test_engines_differ_in_their_names_and_ports_alone() -> None:
     assert a == b and "readinessProbe" not in a
 
 
+def test_the_calls_of_the_system_ports_need_the_admin_key_of_the_secret() -> None:
+    secret = {"secretKeyRef": {"name": "segue", "key": "admin-api-key", "optional": True}}
+    names = {
+        "router": "SEGUE_WORKER_ADMIN_KEY",
+        "engine-a": "SEGUE_ADMIN_API_KEY",
+        "engine-b": "SEGUE_ADMIN_API_KEY",
+    }
+    for container, name in names.items():
+        values = {each["name"]: each for each in containers()[container]["env"]}
+        assert values[name].get("valueFrom") == secret
+
+
+def test_the_role_allows_what_discovery_does_and_no_more() -> None:
+    (rule,) = documents()["Role"]["rules"]
+    assert (rule["apiGroups"], rule["resources"]) == (["coordination.k8s.io"], ["leases"])
+    assert sorted(rule["verbs"]) == ["create", "delete", "get", "list", "update", "watch"]
+
+
 def test_the_package_has_the_manifest_too() -> None:
     assert (files("segue.failover") / "failover-pod.yaml").read_text() == (
         FOLDER / "failover-pod.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def test_other_files_in_the_folder_are_not_records(directory: Path) -> None:
 def test_a_directory_that_went_away_is_named(directory: Path) -> None:
     async def run() -> None:
         engine = FileDiscovery(directory)
-        (directory / FOLDER).rmdir()
+        shutil.rmtree(directory)
         for call in (engine.put(record()), engine.list(), engine.claim_epoch("default", 1)):
             with pytest.raises(DiscoveryError, match=r"discovery by files in .*/failover/discovery failed"):
                 await call
@@ -122,4 +123,24 @@ def test_a_directory_that_others_may_write_to_is_refused(directory: Path) -> Non
     directory.mkdir()
     directory.chmod(0o777)
     with pytest.raises(FailoverDirectoryError, match="others may write to it"):
+        FileDiscovery(directory)
+
+
+def test_a_folder_that_was_removed_is_made_anew(directory: Path) -> None:
+    async def run() -> None:
+        discovery = FileDiscovery(directory)
+        shutil.rmtree(directory / FOLDER)
+        assert await discovery.claim_epoch("default", 3)
+        shutil.rmtree(directory / FOLDER)
+        await discovery.put(record())
+        assert list(await discovery.list()) == [record()]
+        await discovery.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_of_the_option(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / FOLDER).touch()
+    with pytest.raises(FailoverDirectoryError, match=r"its folder discovery cannot be made \(File exists\)"):
         FileDiscovery(directory)

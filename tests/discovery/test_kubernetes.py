@@ -198,3 +198,16 @@ def test_a_library_that_is_missing_is_named(kubeconfig: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
     with pytest.raises(ConfigError, match=r"needs the library kubernetes-asyncio.*segue\[kubernetes\]"):
         KubernetesDiscovery("", TTL_S)
+
+
+@pytest.mark.parametrize("text", ["not: [valid", "[1, 2]", "", "clusters: 3"])
+def test_a_broken_file_of_the_api_server_is_an_error_of_discovery(kubeconfig: Path, text: str) -> None:
+    kubeconfig.write_text(text)
+
+    async def run() -> None:
+        discovery = KubernetesDiscovery("default", TTL_S)
+        with pytest.raises(DiscoveryError, match=r"discovery by Kubernetes failed: .*kubeconfig"):
+            await discovery.highest_epoch("default")
+        await discovery.close()
+
+    asyncio.run(run())

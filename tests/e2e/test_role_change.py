@@ -24,7 +24,7 @@ def pair(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def set_role(engine: segue.Engine, role: Role, timeout_s: float = DEADLINE_S) -> None:
-    engine._thread.call(engine._runtime.manager.set_role(role, timeout_s))
+    engine._thread.call(engine._runtime.manager.calls.set_role(role, timeout_s))
 
 
 def swap(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -166,6 +167,30 @@ def test_who_waits_for_a_file_that_is_made_anew_waits_for_the_new_one(directory:
         new.kill()
         assert waiter.answer()
         assert waiter.ask("ours") == "True"
+
+
+def test_who_waits_in_a_directory_that_is_removed_makes_it_anew_and_claims_a_higher_epoch(
+    directory: Path,
+) -> None:
+    with LockHolder(directory) as old, LockHolder(directory) as waiter:
+        assert old.ask("try") == "True"
+        assert old.ask("claim 4") == "5"
+        waiter.send("acquire")
+        _until(lambda: _is_waiting(waiter.process.pid))
+        shutil.rmtree(directory)
+        assert old.ask("ours") == "False"
+        old.kill()
+        assert waiter.answer()
+        assert waiter.ask("claim 0") == "6", "routers still know of 5, and would drop an engine with less"
+        assert waiter.ask("ours") == "True"
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(directory: Path) -> None:
+    lock = CohortLock(directory, "default")
+    lock.path.mkdir()
+    for take in (lock.acquire, lock.try_acquire):
+        with pytest.raises(LockLostError, match=r"the lock, cannot be opened \(Is a directory"):
+            take()
 
 
 def test_a_killed_writer_s_epoch_is_never_claimed_again(directory: Path) -> None:

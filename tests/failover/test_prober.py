@@ -92,7 +92,7 @@ async def no_command(command: tuple[str, ...]) -> str | None:
 
 
 @asynccontextmanager
-async def serving(reply: Callable[[bytes], bytes | None]) -> AsyncIterator[int]:
+async def serving(reply: Callable[[bytes], bytes | None], host: str = "127.0.0.1") -> AsyncIterator[int]:
     """A server that answers each request so; None: it is silent. Gives its port, and ends all connections."""
     ended = []
 
@@ -110,7 +110,7 @@ async def serving(reply: Callable[[bytes], bytes | None]) -> AsyncIterator[int]:
                 await writer.wait_closed()
             done.set()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(serve, host, 0) as server:
         yield server.sockets[0].getsockname()[1]
         for each in ended:
             await asyncio.wait_for(each.wait(), 10)
@@ -138,6 +138,19 @@ async def asked(answer: bytes | None, timeout_s: float = 10.0) -> tuple[str | No
 def test_the_status_decides(answer: bytes, failure: str | None) -> None:
     found, request = asyncio.run(asked(answer))
     assert found == failure and request.startswith(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1:")
+
+
+def test_a_container_that_listens_on_another_address_is_asked_there() -> None:
+    async def test(host: str) -> tuple[str | None, list[bytes]]:
+        requests: list[bytes] = []
+        answer = b"HTTP/1.1 200 OK\r\n\r\n"
+        async with serving(lambda request: requests.append(request) or answer, "127.0.0.2") as port:
+            probe = Probe(action=HttpGet(path="/live", port=port), timeout_s=10)
+            return await ask(probe, {}, no_command, host=host), requests
+
+    assert "Connect call failed" in str(asyncio.run(test("127.0.0.1"))[0])
+    failure, requests = asyncio.run(test("127.0.0.2"))
+    assert failure is None and b"\r\nHost: 127.0.0.1:" in requests[0], "no server refuses this host"
 
 
 def test_silence_fails() -> None:

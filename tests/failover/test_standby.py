@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from segue.failover.standby import has_standby, sign_of
+from segue.failover.standby import count_standbys, has_standby, sign_of
 
 
 def test_an_engine_that_waits_is_seen_until_it_ends(tmp_path: Path) -> None:
@@ -21,7 +21,9 @@ def test_several_may_wait(tmp_path: Path) -> None:
     signs = [sign_of(tmp_path, "default", name) for name in ("b", "c")]
     for sign in signs:
         sign.acquire()
+    assert count_standbys(tmp_path, "default") == 2
     signs[0].release()
+    assert count_standbys(tmp_path, "default") == 1
     assert has_standby(tmp_path, "default")
     signs[1].release()
     assert not has_standby(tmp_path, "default")

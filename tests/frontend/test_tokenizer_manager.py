@@ -414,14 +414,14 @@ def test_a_stream_gives_the_tokens_that_came_before_an_error(bench: Bench, count
 def test_the_engines_death_ends_everything_and_refuses_later_calls(bench: Bench) -> None:
     async def work() -> None:
         call = await bench.submit(request("r"))
-        state = asyncio.create_task(bench.manager.get_state())
+        state = asyncio.create_task(bench.manager.calls.get_state())
         await asyncio.sleep(0)
         bench.die(EngineDeadError("gone"))
         for waiting in (
             call.outputs(),
             state,
             bench.submit(request("s")),
-            bench.manager.get_state(),
+            bench.manager.calls.get_state(),
         ):
             with pytest.raises(EngineDeadError, match="gone"):
                 await waiting
@@ -444,9 +444,9 @@ async def answer(bench: Bench, message: Paused | Continued | Flushed) -> None:
 CALLS: list[tuple[Callable[[TokenizerManager], Coroutine[Any, Any, Any]], FrontendMessage, Any]] = [
     (lambda manager: manager.pause_generation("retract"), Pause(1, "retract"), PAUSED),
     (lambda manager: manager.pause_generation("wait", 2.5), Pause(1, "wait", 2.5), PAUSED),
-    (lambda manager: manager.continue_generation(), Continue(1), Continued(0)),
+    (lambda manager: manager.calls.continue_generation(), Continue(1), Continued(0)),
     (
-        lambda manager: manager.flush_cache(3.0),
+        lambda manager: manager.calls.flush_cache(3.0),
         Flush(1, 3.0),
         Flushed(call=0, success=False, error_msg="not now"),
     ),
@@ -500,7 +500,7 @@ def test_the_engines_death_ends_requests_in_tokenization(bench: Bench, held: Hel
 
 def test_state_answers_find_their_callers(bench: Bench) -> None:
     async def work() -> None:
-        calls = [asyncio.create_task(bench.manager.get_state()) for _ in range(2)]
+        calls = [asyncio.create_task(bench.manager.calls.get_state()) for _ in range(2)]
         await asyncio.sleep(0)
         numbers = [message.call for message in bench.sent if isinstance(message, GetState)]
         for number in reversed(numbers):
@@ -555,7 +555,7 @@ def test_errors_are_known_by_name() -> None:
 
 def test_a_weight_call_that_is_cancelled_is_withdrawn(bench: Bench) -> None:
     async def work() -> None:
-        asking = asyncio.create_task(bench.manager.ask_weights(BeginUpdate()))
+        asking = asyncio.create_task(bench.manager.calls.ask_weights(BeginUpdate()))
         await asyncio.sleep(0)
         (call,) = bench.sent
         assert isinstance(call, WeightCall)
@@ -563,7 +563,7 @@ def test_a_weight_call_that_is_cancelled_is_withdrawn(bench: Bench) -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert bench.sent[1:] == [WithdrawCall(call.call)]
-        pausing = asyncio.create_task(bench.manager.continue_generation())
+        pausing = asyncio.create_task(bench.manager.calls.continue_generation())
         await asyncio.sleep(0)
         pausing.cancel()
         with pytest.raises(asyncio.CancelledError):

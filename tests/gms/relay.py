@@ -1,10 +1,18 @@
-"""Stands between engines and the memory service, and holds a message back: an engine stops at that stage."""
+"""Stands between engines and the memory service, and holds a message back: an engine stops at that stage.
+
+Each connection has a process of its own, because the service watches the process at the other end, and may
+kill it in place of the engine.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import select
+import signal
 import socket
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,85 +21,111 @@ import msgspec
 
 from segue.gms import messages as wire
 from segue.gms.transport import SOCKET, close, connect, new_socket, receive, send
-from tests.gms.running import DEADLINE_S
+from tests.gms.running import DEADLINE_S, until
+
+HOLD, HELD, RELEASED = "hold.json", "held.json", "released"  # files by which the processes talk
 
 
 class Relay:
     """Passes messages on in both directions, for engines that connect to a directory of its own."""
 
     def __init__(self, service: Path, own: Path) -> None:
-        self._service = service
-        self._listener = new_socket()
         own.mkdir(mode=0o700)
-        self._listener.bind(str(own / SOCKET))
-        self._listener.listen()
-        self._kind: type[wire.Message] | None = None
-        self._is_reply = False
-        self._held = threading.Event()
-        self._released = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._own = own
+        words = [sys.executable, "-m", "tests.gms.relay", str(service), str(own)]
+        self._process = subprocess.Popen(words)
+        until((own / SOCKET).exists, "the relay listens")
 
     def close(self) -> None:
-        self._released.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._process.kill()
+        self._process.wait()
 
     def hold(self, kind: type[wire.Message], *, reply: bool = False) -> None:
         """Hold the next call of a kind back, or the reply to it."""
-        self._held.clear()
-        self._released.clear()
-        self._is_reply, self._kind = reply, kind
+        for name in (HELD, RELEASED):
+            (self._own / name).unlink(missing_ok=True)
+        unnamed = self._own / "new"
+        unnamed.write_text(json.dumps([kind.__name__, reply]))
+        unnamed.rename(self._own / HOLD)
 
     def wait_held(self) -> None:
-        assert self._held.wait(DEADLINE_S), "no such message came"
+        until((self._own / HELD).exists, "such a message")
 
     def release(self) -> None:
-        self._released.set()
+        (self._own / RELEASED).touch()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                engine, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._relay, args=(engine,), daemon=True).start()
 
-    def _relay(self, engine: socket.socket) -> None:
-        with engine, connect(str(self._service), DEADLINE_S) as service, suppress(OSError):
-            held_call = -1
-            while True:
-                for source in select.select([engine, service], [], [])[0]:
-                    frame, descriptors = receive(source)
-                    if not frame:
-                        return
-                    if source is engine:
-                        call = msgspec.msgpack.decode(frame)
-                        if self._kind is not None and call["type"] == self._kind.__name__:
-                            self._kind = None
-                            held_call = call["call"] if self._is_reply else -1
-                            if not self._is_reply:
-                                self._hold(engine)
-                    elif msgspec.msgpack.decode(frame)["call"] == held_call:
-                        held_call = -1
-                        self._hold(engine)
-                    send(service if source is engine else engine, frame, descriptors)
-                    close(descriptors)
+def wanted(own: Path) -> list[object]:
+    """Return the kind of call that is to be held, and whether its reply is meant."""
+    with suppress(FileNotFoundError):
+        found: list[object] = json.loads((own / HOLD).read_text())
+        return found
+    return ["", False]
 
-    def _hold(self, engine: socket.socket) -> None:
-        """Wait until the message may go on; ends the connection if the engine has gone."""
-        self._held.set()
+
+def take_hold(own: Path) -> bool:
+    """Hold what is to be held, unless another connection does."""
+    with suppress(FileNotFoundError):
+        (own / HOLD).rename(own / HELD)
+        return True
+    return False
+
+
+def relay(engine: socket.socket, service: socket.socket, own: Path) -> None:
+    """Pass messages on until one side has gone."""
+    held_call = -1
+
+    def wait() -> None:
         poll = select.poll()
         poll.register(engine, select.POLLRDHUP)
-        while not self._released.is_set():
+        while not (own / RELEASED).exists():
             if poll.poll(10):
-                raise ConnectionResetError("the engine has gone")
+                os._exit(0)
+
+    while True:
+        for source in select.select([engine, service], [], [])[0]:
+            frame, descriptors = receive(source)
+            if not frame:
+                return
+            message = msgspec.msgpack.decode(frame)
+            if source is engine:
+                kind, is_reply = wanted(own)
+                if message["type"] == kind and is_reply:
+                    held_call = message["call"]
+                elif message["type"] == kind and take_hold(own):
+                    wait()
+            elif message["call"] == held_call:
+                held_call = -1
+                if take_hold(own):
+                    wait()
+            send(service if source is engine else engine, frame, descriptors)
+            close(descriptors)
+
+
+def main() -> None:
+    service, own = Path(sys.argv[1]), Path(sys.argv[2])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    listener = new_socket()
+    listener.bind(str(own / SOCKET))
+    listener.listen()
+    while True:
+        engine, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            with suppress(OSError):
+                relay(engine, connect(str(service), DEADLINE_S), own)
+            os._exit(0)
+        engine.close()
 
 
 @contextmanager
 def relaying(service: Path, own: Path) -> Iterator[Relay]:
-    relay = Relay(service, own)
+    found = Relay(service, own)
     try:
-        yield relay
+        yield found
     finally:
-        relay.close()
+        found.close()
+
+
+if __name__ == "__main__":
+    main()

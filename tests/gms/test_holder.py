@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ import pytest
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.holder import Holder
-from segue.gms.transport import HOLDER_SOCKET
+from segue.gms.transport import HOLDER_SOCKET, new_socket, receive, send
 from tests.gms.running import SLAB, end, manifest, start, target, until
 
 
@@ -159,4 +160,24 @@ def test_a_second_holder_is_refused(tmp_path: Path) -> None:
     holder = Holder(str(tmp_path / "d"))
     with pytest.raises(MemoryServiceError, match="another memory holder"):
         Holder(str(tmp_path / "d"))
+    holder.close()
+
+
+def test_a_holder_without_free_descriptors_takes_the_next_client_once_it_has_some(tmp_path: Path) -> None:
+    holder = Holder(str(tmp_path / "d"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with new_socket() as client:
+        client.settimeout(10)
+        client.connect(holder.path)
+        free = os.dup(0)  # the lowest number that is free
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            holder.serve_once()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        send(client, b"A")
+        holder.serve_once()  # the connection
+        holder.serve_once()  # the message
+        assert receive(client) == (b"E", [])
     holder.close()

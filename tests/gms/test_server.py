@@ -6,6 +6,8 @@ import array
 import asyncio
 import os
 import random
+import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -24,9 +26,10 @@ from segue.gms import messages as wire
 from segue.gms.server import GmsServer, lock_directory
 from segue.gms.service import MemoryService
 from segue.gms.store import SlabStore
+from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import SOCKET, new_socket, receive, send
 from segue.memory.memfd import MemfdVMM
-from tests.gms.running import SLAB, descriptors_of, manifest, refusal, running, start, target, until
+from tests.gms.running import SLAB, descriptors_of, end, manifest, refusal, running, start, target, until
 
 HELLO = wire.encode(wire.OpenSession(call=1, protocol=wire.PROTOCOL, tag="watch"))
 
@@ -276,3 +279,23 @@ def test_the_end_of_a_process_is_seen_while_its_child_has_the_socket(
     os.killpg(process.pid, 9)
     process.wait(30)
     process.stdout.close()
+
+
+def test_a_service_whose_directory_was_made_anew_leaves_the_new_one_s_socket(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "d"
+    with running(directory) as old:
+        shutil.rmtree(directory)
+        with running(directory):
+            end(old)
+            target(directory, tag="watch").close()
+
+
+def test_a_service_that_hangs_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
+    with running(tmp_path / "d") as service:
+        service.send_signal(signal.SIGSTOP)
+        words = ["ready", "--gms-dir", str(tmp_path / "d"), "--timeout-s", "0.5"]
+        tool = subprocess.run([*GMS_COMMAND, *words], capture_output=True, text=True, timeout=40)
+        service.send_signal(signal.SIGCONT)
+    assert tool.returncode == 1 and "timed out" in tool.stderr

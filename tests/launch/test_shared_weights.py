@@ -31,3 +31,9 @@ def test_what_is_not_built_yet_is_refused(options: dict[str, Any], embedded: boo
 
 def test_a_plain_engine_with_shared_weights_is_taken() -> None:
     check_shared_weights(EngineConfig.create({}, gms_dir="/run/gms"), embedded=False)
+
+
+@pytest.mark.parametrize("mode", ["rw", "ro"])
+def test_a_mode_without_a_service_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match="give --gms-dir"):
+        check_shared_weights(EngineConfig.create({}, gms_mode=mode), embedded=False)

@@ -160,12 +160,26 @@ def test_calls_of_one_session_may_come_in_any_order(
     directory: Path, ranks: NewRank, new: tuple[Path, State]
 ) -> None:
     rank, (path, state) = ranks(directory), new
-    names = sorted(state, reverse=True)
+    table, slices = rank.served.arena.layout.table, rank.served.weight_map.slices
+    places = {name: max(table[part.parameter].slab for part in slices[name]) for name in slices}
+    late, *others = sorted(state, key=lambda name: places[name], reverse=True)
     begin(rank)
-    for start in range(3):
-        part = {name: state[name] for name in names[start::3]}
-        rank.do(Take, session=1, payload=save(part), copy=True)
+    rank.do(Take, session=1, payload=save({late: state[late]}), copy=True)
+    rank.do(Take, session=1, payload=save({others[-1]: state[others[-1]]}), copy=True)
+    before = {name: rank.served.arena.view(name).clone() for name in table}
     commit(rank)
+    for name in (late, others[-1]):
+        for part in slices[name]:
+            before[part.parameter][part.destination] = state[name][part.source].to(torch.bfloat16)
+    other = ranks(directory)
+    for name, expected in before.items():
+        for each in (rank, other):
+            assert torch.equal(each.served.arena.view(name), expected), name
+    begin(rank, 2)
+    for start in range(3):
+        part = {name: state[name] for name in others[start::3]}
+        rank.do(Take, session=2, payload=save(part), copy=True)
+    commit(rank, 2)
     assert_same(rank, path)
 
 

@@ -20,6 +20,8 @@ from segue.errors import MemoryServiceError, ModelFileError, WeightsMismatchErro
 from segue.gms.client import GmsTarget
 from segue.memory.arena import Arena, Layout, TensorSpec
 from segue.memory.geometry import KVGeometry
+from segue.memory.rank_memory import SharedKVMemory
+from segue.memory.releasable import ReleasableMemory
 from segue.model_runner.service_memory import ServiceMemory, identity_of
 from tests.gms import running as gms
 
@@ -48,14 +50,14 @@ def make(tiny_model: Path) -> Iterator[Callable[..., ServiceMemory]]:
         target = GmsTarget(
             directory=str(directory), cohort=cohort, rank=groups.tp.rank, size=groups.tp.size, connect_s=5.0
         )
-        shares_kv = fields.pop("shares_kv", False)
+        kv = fields.pop("kv", None)
         memory = ServiceMemory(
             CPU,
             replace(target, **fields),
             "rw_or_ro",
             groups,
             lambda layout: identity_of(source, layout, groups.tp, dtype, seed=seed),
-            shares_kv=shares_kv,
+            kv=kv,
         )
         made.append(memory)
         return memory
@@ -175,10 +177,27 @@ def test_the_first_engines_sizes_of_the_kv_cache_hold_until_the_last_engine_has_
 def test_a_rank_that_hands_kv_over_has_a_kv_cache_that_others_can_map(
     directory: Path, make: Callable[..., Any]
 ) -> None:
-    for shares in (False, True):
-        memory = make(directory, "kv", shares_kv=shares)
+    for kv in (None, SharedKVMemory(CPU)):
+        memory = make(directory, "kv", kv=kv)
         assert memory.take_kv(1 << 20).numel() == 1 << 20
-        assert (memory.kv_descriptor is not None) == shares
+        assert (memory.kv_descriptor is not None) == (kv is not None)
+
+
+def test_an_engine_that_stands_by_takes_its_kv_cache_when_it_wakes(
+    directory: Path, make: Callable[..., Any]
+) -> None:
+    kv = ReleasableMemory(CPU, parks_kv=True)
+    memory = make(directory, "parked", kv=kv)
+    memory.take_kv(8 << 20, scratch_bytes=1 << 20)
+    assert mapped_kv(kv) < 8 << 20
+    memory.wake()
+    assert mapped_kv(kv) == 8 << 20
+    memory.close()
+    assert not kv._ranges
+
+
+def mapped_kv(memory: ReleasableMemory) -> int:
+    return memory._ranges["kv_cache"].window.mapped_bytes
 
 
 def test_a_file_that_is_replaced_makes_other_weights(tmp_path: Path, tiny_model: Path) -> None:

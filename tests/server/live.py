@@ -80,7 +80,7 @@ class LiveServer:
         async def settle() -> State:
             await manager.wait_idle()
             while True:  # a surplus step may be in flight
-                answer = await manager.get_state(check=True)
+                answer = await manager.calls.get_state(check=True)
                 if answer.problems or not answer.state["req_to_token_pool_used"]:
                     return answer
 

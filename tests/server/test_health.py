@@ -18,6 +18,7 @@ import segue
 from segue.messages.control import FrontendMessage
 from segue.messages.requests import AddRequest, Rejected
 from segue.messages.weight_update import WeightNotice
+from tests.conftest import least_seconds
 from tests.server.conftest import Api
 from tests.server.live import LiveServer
 from tests.server.test_metrics import scrape
@@ -146,19 +147,23 @@ def test_a_worker_that_is_stopped_is_told_of_and_nobody_waits_for_it(
                 assert "no heartbeat" in response.text and "--ping-s" in response.text
             assert time.monotonic() - began < 0.5 + 1.0
             for path in HEALTH:
-                began = time.monotonic()
-                assert_unable(server.client.get(path), "hung", "worker rank 0 has sent no heartbeat")
-                assert time.monotonic() - began < 1.0
+
+                def check(path: str = path) -> None:
+                    assert_unable(server.client.get(path), "hung", "worker rank 0 has sent no heartbeat")
+
+                assert least_seconds(check) < 1.0
             for path in ("/is_paused", "/metrics", "/version", "/v1/models"):
                 assert server.client.get(path).status_code == 200
             values = scrape(server)
             assert values["engine_hung"] == 1
             assert values["heartbeat_age_seconds:0"] > 0.5
-            began = time.monotonic()
-            refused = Api(server.client).complete("abc")
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert refused.json()["error"]["code"] == "engine_hung"
-            assert time.monotonic() - began < 0.5
+
+            def check_refusal() -> None:
+                refused = Api(server.client).complete("abc")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.json()["error"]["code"] == "engine_hung"
+
+            assert least_seconds(check_refusal) < 0.5
             assert not replies, "what was in flight waits"
         finally:
             os.kill(server.runtime.worker_pids[0], signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from segue.config import EngineConfig
 from segue.errors import ConfigError, EngineDeadError, SegueError
 from segue.failover.life import Life, LifeState
 from segue.failover.system_health import SystemHealth
+from segue.listener import bind
+from segue.server.lifecycle import serve
 from segue.server.system_app import ProbedEngine, SystemServer
 from tests.support.shadows import ShadowProcess, wait_until
 
@@ -34,6 +37,14 @@ PATHS = {
     LifeState.DRAINING: (LifeState.STANDBY, LifeState.WAKING, LifeState.ACTIVE, LifeState.DRAINING),
     LifeState.DEAD: (LifeState.DEAD,),
 }
+
+
+def test_a_port_that_both_servers_would_take_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    with closing(bind("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        config = EngineConfig(shadow_mode=True, failover_dir=str(tmp_path / "f"), port=port, system_port=port)
+        with pytest.raises(ConfigError, match=f"system_port={port}: .* choose another with --system-port"):
+            asyncio.run(serve(config, listener, lambda runtime, url: None, command=("false",)))
 
 
 @dataclass
@@ -247,3 +258,9 @@ def test_a_failover_directory_that_cannot_be_used_ends_the_server(tiny_model: Pa
         assert server.process.wait(20) == 1
         assert server.process.stdout is not None
         assert "failover_dir='/proc/none'" in server.process.stdout.read()
+
+
+def test_a_failover_directory_without_shadow_mode_is_refused() -> None:
+    config = EngineConfig(failover_dir="/run/segue")
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="add --shadow-mode"):
+        asyncio.run(serve(config, listener, lambda runtime, url: None))

@@ -24,7 +24,7 @@ def assert_nothing_left(engine: Engine) -> None:
     async def settle() -> Any:
         await manager.wait_idle()
         while True:  # a surplus step may be in flight
-            answer = await manager.get_state(check=True)
+            answer = await manager.calls.get_state(check=True)
             if answer.problems or not answer.state["req_to_token_pool_used"]:
                 return answer
 

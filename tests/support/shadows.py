@@ -44,7 +44,8 @@ class ShadowProcess:
     ) -> None:
         given = {
             **{"model": str(model), "load_format": "dummy", "port": 0, "log_level": "info"},
-            **{"shadow_mode": True, "system_port": 0, "failover_dir": str(directory), "engine_id": name},
+            **{"shadow_mode": True, "system_port": 0, "engine_id": name},
+            **({} if options.get("shadow_mode") is False else {"failover_dir": str(directory)}),
             **{"exit_grace": 0.0},
             **options,
         }

@@ -34,7 +34,8 @@ from segue.messages.requests import Abort, AddRequest, Handoff, Rejected, Sampli
 from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
 from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
-from segue.worker.loop import SchedulerLoop, follow
+from segue.worker.follower import follow
+from segue.worker.loop import SchedulerLoop
 from tests.conftest import WaitUntil
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
 from tests.support.kv_hello import hello

@@ -149,11 +149,11 @@ class Engine:
 
     def continue_generation(self) -> None:
         """Generate again; nothing happens if it was not paused."""
-        self._running.call(self._runtime.manager.continue_generation())
+        self._running.call(self._runtime.manager.calls.continue_generation())
 
     async def async_continue_generation(self) -> None:
         """As :meth:`continue_generation`."""
-        await self._running.call_async(self._runtime.manager.continue_generation())
+        await self._running.call_async(self._runtime.manager.calls.continue_generation())
 
     def flush_cache(self, timeout: float = 0.0) -> FlushResult:
         """Forget all cached KV. Refused while a live request owns some, or while requests run or wait.
@@ -280,16 +280,16 @@ class Engine:
 
     async def _move_memory(self, way: Literal["release", "resume"], tags: Any) -> dict[str, Any]:
         memory, manager = parse(MemoryRequest, plain({"tags": tags})).memory, self._runtime.manager
-        move = manager.release_memory if way == "release" else manager.resume_memory
+        move = manager.calls.release_memory if way == "release" else manager.calls.resume_memory
         return memory_reply(await move(memory))
 
     async def _sleep(self, level: int) -> dict[str, Any]:
         manager, query = self._runtime.manager, parse(SleepQuery, plain({"level": level}))
         tags, backup = memory_of_level(query.level, manager.ready.device)
-        return memory_reply(await manager.release_memory(tags, backup=backup))
+        return memory_reply(await manager.calls.release_memory(tags, backup=backup))
 
     async def _flush(self, timeout: float) -> FlushResult:
-        return await self._runtime.manager.flush_cache(
+        return await self._runtime.manager.calls.flush_cache(
             parse(FlushQuery, plain({"timeout": timeout}), coerces=True).timeout
         )
 

@@ -96,7 +96,7 @@ async def _perform(engine: Any, kind: type[WeightOperation], fields: dict[str, A
     """Check an operation, send it to the workers, and return the reply."""
     operation = parse(kind, fields, coerces="GET" in kind.methods)
     await check_base64(operation)
-    return reply_of(kind, await engine._runtime.manager.ask_weights(operation))
+    return reply_of(kind, await engine._runtime.manager.calls.ask_weights(operation))
 
 
 def _signature(kind: type[Operation]) -> inspect.Signature:

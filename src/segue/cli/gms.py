@@ -17,6 +17,8 @@ from rich.table import Table
 from segue.cli.flags import setting, with_options
 from segue.gms.config import SERVE_GROUP, GmsConfig
 
+LOOK_S = 10.0  # for a service to answer a person who looks at it
+
 gms_app = typer.Typer(
     help="Keep weights in memory that outlives the engines, and share them.", no_args_is_help=True
 )
@@ -74,7 +76,7 @@ def ready(
     """Exit with 0 if the memory service answers for every one of its devices; a probe can run this."""
     from segue.gms.client import GmsClient, GmsTarget
 
-    with _watch(config, timeout_s) as client:
+    with _watch(config, timeout_s, reply_s=timeout_s) as client:
         devices = client.opened.devices
     for device in devices:
         target = GmsTarget(
@@ -82,6 +84,7 @@ def ready(
             device=device,
             token=config.gms_token,
             connect_s=timeout_s,
+            reply_s=timeout_s,
             engine="ready",
         )
         GmsClient(target).close()
@@ -125,12 +128,19 @@ def events(
             time.sleep(0.2)
 
 
-def _watch(config: GmsConfig, timeout_s: float = 0.0) -> Any:
+def _watch(config: GmsConfig, connect_s: float = 0.0, reply_s: float = LOOK_S) -> Any:
     """Return a client that only looks."""
     from segue.gms.client import GmsClient, GmsTarget
 
-    target = GmsTarget(directory=config.gms_dir, tag="watch", token=config.gms_token, connect_s=timeout_s)
-    return GmsClient(target)
+    return GmsClient(
+        GmsTarget(
+            directory=config.gms_dir,
+            tag="watch",
+            token=config.gms_token,
+            connect_s=connect_s,
+            reply_s=reply_s,
+        )
+    )
 
 
 def status_tables(found: dict[str, Any]) -> list[tuple[str, Table]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from string import ascii_lowercase
 from typing import Any
+from urllib.parse import urlsplit
 
 from segue.children import import_path
 from segue.cluster.config import ClusterConfig
@@ -155,13 +156,18 @@ def _router(
     probes: Mapping[str, Container],
 ) -> ChildSpec:
     """Return the router, which has ``key`` for the workers; ``probes`` are those of a pod."""
-    port = int(host.router_url.rpartition(":")[2])
+    address = urlsplit(host.router_url)
+    assert address.hostname is not None and address.port is not None
+    port = address.port
     router = replace(config.router, port=port, worker_api_key=key)
     if config.size.shadows:
         router = replace(router, discovery="file", discovery_target=host.failover_dir)
     else:
         urls = [f"http://{WORKER_HOST}:{each}" for each in host.worker_ports]
         router = replace(router, worker=",".join(urls))
+    health = None
+    if probes:
+        health = HealthProbes(probes=probes[ROUTER].probes, ports={"http": port}, host=address.hostname)
     return ChildSpec(
         name=ROUTER,
         role=ROUTER,
@@ -170,7 +176,7 @@ def _router(
         environment=dict(base) | _secrets_of(router),
         # It is ready when it has heard of every worker: from then on no request waits for one.
         probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=config.size.total),
-        health=HealthProbes(probes=probes[ROUTER].probes, ports={"http": port}) if probes else None,
+        health=health,
     )
 
 

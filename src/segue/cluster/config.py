@@ -97,6 +97,17 @@ class ClusterConfig:
         (EngineConfig, _ENGINE),
     )
 
+    def __post_init__(self) -> None:
+        """Check how the engines of a worker come to their weights; raises ConfigError."""
+        mode, directory = self.engine.gms_mode, self.engine.gms_dir
+        if self.size.shadows and (mode == "rw" or (mode == "ro" and directory is None)):
+            fault = "only one engine may load" if mode == "rw" else "no engine would load"
+            raise ConfigError(
+                f"gms_mode={mode!r}: with shadows, {fault} the weights that all of them read; "
+                "leave --gms-mode out",
+                param="gms_mode",
+            )
+
     @classmethod
     def listed(cls) -> list[tuple[Field[Any], Any]]:
         """Return each option with its declared type."""

@@ -30,7 +30,7 @@ from segue.discovery.file import FileDiscovery
 from segue.discovery.record import EngineRecord
 from segue.errors import ChildStartError
 from segue.failover.lock import CohortLock
-from segue.failover.standby import has_standby
+from segue.failover.standby import count_standbys
 
 COHORT = "worker-0"
 EnginePart = Literal["front", "workers", "engine"]  # `engine`: both
@@ -176,16 +176,16 @@ class PodProcess:
             time.sleep(POLL_S)
         return record
 
-    def wait_for_standby(self, timeout_s: float = START_S) -> None:
-        """Wait until an engine stands by.
+    def wait_for_standby(self, timeout_s: float = START_S, *, count: int = 1) -> None:
+        """Wait until so many engines stand by.
 
         Raises:
-            ChildStartError: none does in time.
+            ChildStartError: they do not in time.
         """
         deadline = time.monotonic() + timeout_s
-        while not has_standby(self.failover_dir, COHORT):
+        while (found := count_standbys(self.failover_dir, COHORT)) < count:
             if time.monotonic() >= deadline:
-                raise ChildStartError(f"no engine stands by after {timeout_s:g} s")
+                raise ChildStartError(f"{found} of {count} engines stand by after {timeout_s:g} s")
             time.sleep(10 * POLL_S)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from segue.children import describe_exit
 from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.failover.pod import Probe, ProbeKind
+from segue.failover.prober import LOOPBACK
 
 ORPHAN_S = 2.0  # for the processes of a dead child to end by themselves
 LOG_END_S = 1.0  # for the rest of a dead child's log
@@ -27,10 +28,11 @@ _prctl = ctypes.CDLL(None).prctl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthProbes:
-    """The probes that watch a child, and the ports of this machine that stand for those of its manifest."""
+    """The probes that watch a child, and where this machine has what its manifest names."""
 
     probes: Mapping[ProbeKind, Probe]
     ports: Mapping[str, int]  # by their names
+    host: str = LOOPBACK  # that the child listens on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,13 @@ class ChildProcess:
         """
         self.signal(signal.SIGKILL)
         self._process.wait()
-        await asyncio.wait({self._log_end}, timeout=LOG_END_S)
-        self._loop.remove_reader(self._pidfd)
-        self._loop.remove_reader(self._log)
-        os.close(self._pidfd)
-        self._log.close()
+        try:
+            await asyncio.wait({self._log_end}, timeout=LOG_END_S)
+        finally:  # also if this is cancelled
+            self._loop.remove_reader(self._pidfd)
+            self._loop.remove_reader(self._log)
+            os.close(self._pidfd)
+            self._log.close()
 
     def _note_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)

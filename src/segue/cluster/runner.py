@@ -65,14 +65,18 @@ class ChildRunner:
         If this is cancelled or fails, all children are killed.
         """
         with self._orphans:
-            async with self._tasks:
-                while not self.supervisor.is_over:
-                    self._changed.clear()
-                    self._do(self.supervisor.advance(time.monotonic()))
-                    wake_at = self.supervisor.wake_at
-                    timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), timeout)
+            try:
+                async with self._tasks:
+                    while not self.supervisor.is_over:
+                        self._changed.clear()
+                        self._do(self.supervisor.advance(time.monotonic()))
+                        wake_at = self.supervisor.wake_at
+                        timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self._changed.wait(), timeout)
+            finally:
+                for process in self._processes.values():  # their tasks were cancelled before they began
+                    await process.close()
 
     def drain(self) -> None:
         """Let all children end when their work is done."""
@@ -115,6 +119,7 @@ class ChildRunner:
                 task.cancel()
             await self._orphans.end(self._known)
         finally:
+            self._processes.pop(spec.name, None)
             for task in probing:
                 task.cancel()
             await process.close()
@@ -130,7 +135,8 @@ class ChildRunner:
     async def _watch(self, spec: ChildSpec, health: HealthProbes) -> None:
         """Have a process killed when its probes want it."""
         prober = Prober(health.probes, time.monotonic())
-        reason = await keep_probing(prober, health.ports, partial(self._execute, spec))
+        execute = partial(self._execute, spec)
+        reason = await keep_probing(prober, health.ports, execute, host=health.host)
         if commands := self.supervisor.unhealthy(spec.name, time.monotonic()):
             logger.warning("%s is killed: %s", spec.name, reason)
             self._do(commands)

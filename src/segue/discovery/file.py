@@ -17,7 +17,7 @@ from pathlib import Path
 
 from segue.discovery.base import OnRecords, Polling
 from segue.discovery.record import EngineRecord, pack_record, unpack_record
-from segue.errors import DiscoveryError
+from segue.errors import DiscoveryError, FailoverDirectoryError
 from segue.lock_files import OpenFile, check_directory
 from segue.options import check_name
 
@@ -39,7 +39,11 @@ class FileDiscovery:
         """
         check_directory(directory)
         self._folder = directory / FOLDER
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._make_folder()
+        except OSError as error:
+            text = f"failover_dir={str(directory)!r}: its folder {FOLDER} cannot be made ({error.strerror})"
+            raise FailoverDirectoryError(f"{text}; choose another one", param="failover_dir") from None
         self._polling = Polling(POLL_S)
         self._put: dict[Path, OpenFile] = {}  # the records of this process
 
@@ -75,6 +79,10 @@ class FileDiscovery:
         """Claim an epoch; lower ones are forgotten, which nobody can claim any more."""
         path = self._folder / f"{self._epoch_prefix(cohort)}{epoch}"
         try:
+            self._make_folder()  # it may have been removed
+        except OSError as error:
+            raise self._failure(error) from None
+        try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             return False
@@ -103,8 +111,12 @@ class FileDiscovery:
             file.close()
         self._put.clear()
 
+    def _make_folder(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+
     def _new_file(self, record: EngineRecord) -> OpenFile:
         """Returns the file of a record, which has its name and is locked."""
+        self._make_folder()  # it may have been removed
         number, name = tempfile.mkstemp(dir=self._folder, prefix=".new-")
         os.close(number)
         file = OpenFile(Path(name), os.O_RDWR)

@@ -300,8 +300,9 @@ class KubernetesDiscovery:
                     config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
                 else:
                     await config.load_kube_config(config_file=self._file, client_configuration=settings)
-            except config.ConfigException as error:
-                raise DiscoveryError(f"discovery by Kubernetes failed: {error}") from None
+            except Exception as error:  # the library checks little of the file: any kind may come
+                what = "the pod's service account" if self._is_inside else self._file
+                raise DiscoveryError(f"discovery by Kubernetes failed: {what}: {error!r}") from None
             self._api = client.CoordinationV1Api(client.ApiClient(settings))
         return self._api
 

@@ -65,6 +65,7 @@ class CohortLock:
         self.cohort = cohort
         self.path = directory / f"{cohort}.lock"
         self.epoch = 0  # that was claimed with this lock; 0: none was
+        self._seen = 0  # the highest epoch in any file that was locked here, deleted ones included
         self._file: OpenFile | None = None  # that is locked
 
     @property
@@ -73,13 +74,23 @@ class CohortLock:
         return self._file is not None and self._file.is_open
 
     def acquire(self) -> None:
-        """Take the lock, once whoever holds it is dead or has released it."""
+        """Take the lock, once whoever holds it is dead or has released it.
+
+        Raises:
+            FailoverDirectoryError: the directory was removed, and cannot be made anew.
+            LockLostError: the file of the lock cannot be opened.
+        """
         assert not self.is_held
         while not self._try_file(fcntl.LOCK_EX):
             pass
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody else holds it; returns whether it was taken."""
+        """Take the lock if nobody else holds it; returns whether it was taken.
+
+        Raises:
+            FailoverDirectoryError: the directory was removed, and cannot be made anew.
+            LockLostError: the file of the lock cannot be opened.
+        """
         assert not self.is_held
         while True:
             try:
@@ -99,9 +110,9 @@ class CohortLock:
     def claim(self, engine_id: str, url: str, at_least: int) -> int:
         """Write into the file that this engine serves from now on; returns its epoch.
 
-        The epoch is higher than ``at_least`` and than every one that was ever claimed with this file. A file
-        that was made anew knows of none, so ``at_least`` must be the highest one that discovery, the memory
-        service and the other engines know of.
+        The epoch is higher than ``at_least`` and than every one that was ever claimed with this file, or with
+        another one at its path for which this engine has waited. A file that was made anew knows of none, so
+        ``at_least`` must be the highest one that discovery, the memory service and the other engines know of.
 
         An engine that dies while it writes leaves the entry of the last epoch whole: the new entry goes to
         the file's other place, and counts only when all of it is there. Its epoch was not given to anybody
@@ -119,7 +130,7 @@ class CohortLock:
             )
         slots = _slots(file.number)
         last = _newest(slots)
-        epoch = max(at_least, self.epoch, 0 if last is None else last.epoch) + 1
+        epoch = max(at_least, self.epoch, self._seen, 0 if last is None else last.epoch) + 1
         line = _line(LockNote(engine=engine_id, pid=os.getpid(), epoch=epoch, url=url))
         place = 0 if last is None else 1 - slots.index(last)
         os.pwrite(file.number, line, place * SLOT_BYTES)
@@ -144,14 +155,23 @@ class CohortLock:
             file.close()
 
     def _try_file(self, operation: int) -> bool:
-        """Open the file and lock it; returns False if another file has its path by then.
+        """Open the file and lock it; returns False if another file has its path by then, or none.
 
         Raises:
             BlockingIOError: another process holds the lock, and ``operation`` does not wait.
         """
-        file = OpenFile(self.path, os.O_RDWR | os.O_CREAT)
+        try:
+            file = OpenFile(self.path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # the directory was removed
+            check_directory(self.path.parent)
+            return False
+        except OSError as error:
+            text = f"{self.path}, the lock, cannot be opened ({error.strerror})"
+            raise LockLostError(f"{text}; let no other program touch this directory") from None
         try:
             fcntl.flock(file.number, operation)
+            last = _newest(_slots(file.number))
+            self._seen = max(self._seen, 0 if last is None else last.epoch)
             if file.is_at(self.path):
                 self._file = file
                 return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from segue.failover.pod import Execution, HttpGet, Probe, ProbeKind
 
+LOOPBACK = "127.0.0.1"
 HEAD_BYTES = 1 << 12  # the most of an answer that is read: a probe looks at the status alone
 
 Execute = Callable[[tuple[str, ...]], Awaitable[str | None]]  # returns why a command failed, or None
@@ -89,19 +90,22 @@ class Prober:
                 each.due = max(now, self._began + each.probe.initial_delay_s)
 
 
-async def keep_probing(prober: Prober, ports: Mapping[str, int], execute: Execute) -> str:
+async def keep_probing(
+    prober: Prober, ports: Mapping[str, int], execute: Execute, *, host: str = LOOPBACK
+) -> str:
     """Run the probes of a process until one of them wants it killed; returns why.
 
     Args:
         prober: of the process.
         ports: the ports of this machine that stand for the container's, by their names.
         execute: runs the command of an exec probe.
+        host: the address of this machine that stands for the container's.
     """
     changed = asyncio.Event()
 
     async def run(kind: ProbeKind, probe: Probe) -> None:
         asked_at = time.monotonic()
-        failure = await ask(probe, ports, execute)
+        failure = await ask(probe, ports, execute, host=host)
         prober.answered(kind, failure, asked_at, time.monotonic())
         changed.set()
 
@@ -124,13 +128,15 @@ async def keep_probing(prober: Prober, ports: Mapping[str, int], execute: Execut
     return prober.verdict
 
 
-async def ask(probe: Probe, ports: Mapping[str, int], execute: Execute) -> str | None:
+async def ask(
+    probe: Probe, ports: Mapping[str, int], execute: Execute, *, host: str = LOOPBACK
+) -> str | None:
     """Run a probe once; returns why it failed, or None."""
     try:
         async with asyncio.timeout(probe.timeout_s):
             match probe.action:
                 case HttpGet(path=path, port=port):
-                    return await _get(path, ports[port] if isinstance(port, str) else port)
+                    return await _get(path, host, ports[port] if isinstance(port, str) else port)
                 case Execution(command=command):
                     return await execute(command)
     except TimeoutError:
@@ -139,11 +145,12 @@ async def ask(probe: Probe, ports: Mapping[str, int], execute: Execute) -> str |
         return error.strerror or str(error)
 
 
-async def _get(path: str, port: int) -> str | None:
+async def _get(path: str, host: str, port: int) -> str | None:
     """Return why a GET of this machine failed, or None."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+        # The Host is one that servers with --allowed-hosts take too.
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {LOOPBACK}:{port}\r\nConnection: close\r\n\r\n".encode())
         status = (await reader.read(HEAD_BYTES)).split(b" ", 2)[1:2]
     finally:
         writer.close()

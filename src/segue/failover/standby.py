@@ -17,13 +17,21 @@ def sign_of(directory: Path, cohort: str, engine_id: str) -> CohortLock:
     return CohortLock(directory, name)
 
 
+def count_standbys(directory: Path, cohort: str) -> int:
+    """Return how many engines of the cohort wait to take over."""
+    names = [path.name.removesuffix(".lock") for path in directory.glob(f"{_prefix(cohort)}*.lock")]
+    return sum(_is_held(CohortLock(directory, name)) for name in names)
+
+
 def has_standby(directory: Path, cohort: str) -> bool:
     """Whether an engine of the cohort waits to take over."""
-    for path in directory.glob(f"{_prefix(cohort)}*.lock"):
-        lock = CohortLock(directory, path.name.removesuffix(".lock"))
-        if not lock.try_acquire():
-            return True
-        lock.release()
+    return count_standbys(directory, cohort) > 0
+
+
+def _is_held(lock: CohortLock) -> bool:
+    if not lock.try_acquire():
+        return True
+    lock.release()
     return False
 
 

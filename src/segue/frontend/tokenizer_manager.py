@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
 
-from msgspec import convert, structs
+from msgspec import structs
 
-from segue import errors
 from segue.bootstrap_hosts import FAKE_HOST, BootstrapHosts
 from segue.errors import (
-    EngineDeadError,
     InvalidRequestError,
     OverloadedError,
     PoisonedError,
     RoleChangedError,
-    RoleChangeError,
     SegueError,
     WeightsReleasedError,
     WrongRoleError,
+    error_of,
 )
 from segue.failover.life import Life
+from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
@@ -31,9 +29,8 @@ from segue.frontend.stats import Stats
 from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
-from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
-from segue.messages.fleet import Role
-from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
+from segue.messages.control import FrontendMessage, PauseMode, PauseResult
+from segue.messages.memory import MemoryAnswer
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -45,20 +42,7 @@ from segue.messages.requests import (
     Rejected,
     pack_ids,
 )
-from segue.messages.weight_operations import WeightOperation
-from segue.messages.weight_update import WeightAnswer, WeightCall, WeightNotice, WithdrawCall
-
-Answer = TypeVar(
-    "Answer",
-    control.State,
-    control.EngineLoad,
-    control.Paused,
-    control.Continued,
-    control.Flushed,
-    control.RoleSet,
-    MemoryAnswer,
-    WeightAnswer,
-)
+from segue.messages.weight_update import WeightAnswer, WeightNotice
 
 EARLIER_LEG_S = 5.0  # that an earlier leg of a request has to end, once it is aborted
 EARLIER_LEG_POLL_S = 0.002  # between two looks whether it has
@@ -68,8 +52,7 @@ class TokenizerManager:
     """Holds one state per request. It lives on one event loop; :mod:`segue.launch.runtime` feeds it.
 
     A request is *arriving* from :meth:`submit` until its prompt is encoded. Then it is sent to the scheduler
-    and has a state, until it ends. In both times it is in flight, and its rid is taken. A control call, such
-    as a pause, has a number, by which its answer is found.
+    and has a state, until it ends. In both times it is in flight, and its rid is taken.
     """
 
     def __init__(
@@ -112,8 +95,7 @@ class TokenizerManager:
         self._bootstrap_hosts, self._bootstrap_port = bootstrap_hosts, bootstrap_port
         self._life = life
         self._send = send
-        self._calls: dict[int, asyncio.Future[Any]] = {}  # number -> the call that waits for this answer
-        self._num_calls = 0
+        self.calls = ControlCalls(send, life)
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
@@ -281,99 +263,13 @@ class TokenizerManager:
         arriving = [(rid, self._arriving[rid]) for rid in rids if rid in self._arriving]
         return sum(generation.abort(rid, message) for rid, generation in arriving)
 
-    # --- control calls, which are answered once ---
-
-    async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
-        """Send the message for a new call number, and wait for the answer with that number.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-            EngineHungError: the engine does not answer. It may still carry out the call when it recovers.
-        """
-        if (silence := self._life.silence) is not None:
-            raise silence
-        self._num_calls += 1
-        call = self._num_calls
-        self._calls[call] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(message(call))
-            answer = await self._calls[call]
-        except asyncio.CancelledError:
-            if kind is WeightAnswer and self._life.error is None:  # nobody waits for a group to be met
-                self._send(WithdrawCall(call))
-            raise
-        finally:
-            del self._calls[call]
-        assert isinstance(answer, kind)
-        return answer
+    # --- the state of the engine ---
 
     async def pause_generation(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generation, and return once nothing runs. After ``ttl_s`` seconds it continues by itself."""
         arriving = self._abort_arriving(self._arriving, None) if mode == "abort" else 0
-        sent = time.monotonic()
-        answer = await self._ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
-        result = convert(answer, PauseResult, from_attributes=True)
+        result = await self.calls.pause(mode, ttl_s)
         return structs.replace(result, num_aborted=result.num_aborted + arriving)
-
-    async def continue_generation(self) -> None:
-        """Continue generation. No effect if it is not paused."""
-        await self._ask(control.Continue, control.Continued)
-
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
-        """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
-        answer = await self._ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
-        return convert(answer, FlushResult, from_attributes=True)
-
-    async def ask_weights(
-        self, operation: WeightOperation, roots: list[str] | None = None, from_hub: bool = True
-    ) -> WeightAnswer:
-        """Have the workers perform an operation on the weights, and return their answer.
-
-        A checkpoint may be read from the directories ``roots`` (None: any) and, if ``from_hub``, by a hub id.
-        """
-        return await self._ask(lambda call: WeightCall(call, operation, roots, from_hub), WeightAnswer)
-
-    async def release_memory(self, tags: Sequence[MemoryTag], *, backup: bool = False) -> MemoryAnswer:
-        """Give memory back to the system; running requests are retracted, and nothing is generated.
-
-        Raises:
-            MemorySaverError: the engine runs without ``enable_memory_saver``, or weights are being updated.
-            MemoryResumeError: the host has no memory for a ``backup`` of the weights.
-        """
-        return await self._move_memory(lambda call: ReleaseMemory(call, list(tags), backup))
-
-    async def resume_memory(self, tags: Sequence[MemoryTag]) -> MemoryAnswer:
-        """Take released memory again.
-
-        Raises:
-            MemorySaverError: the engine runs without ``enable_memory_saver``.
-            MemoryResumeError: there is too little memory; what was released is still released.
-        """
-        return await self._move_memory(lambda call: ResumeMemory(call, list(tags)))
-
-    async def _move_memory(self, message: Callable[[int], FrontendMessage]) -> MemoryAnswer:
-        answer = await self._ask(message, MemoryAnswer)
-        if answer.error:
-            raise error_of(answer.error, answer.message)
-        return answer
-
-    async def get_state(self, *, check: bool = False) -> control.State:
-        """Return the scheduler's state; with ``check`` also the violated invariants."""
-        return await self._ask(lambda call: control.GetState(call, check), control.State)
-
-    async def get_load(self) -> control.EngineLoad:
-        """Return how much work the scheduler has."""
-        return await self._ask(control.GetLoad, control.EngineLoad)
-
-    async def set_role(self, role: Role, timeout_s: float) -> None:
-        """Have the engine take other work, once the work that goes has ended.
-
-        Raises:
-            RoleChangeError: it did not end within so many seconds, or the engine cannot do such work.
-        """
-        answer = await self._ask(lambda call: control.SetRole(call, role, timeout_s), control.RoleSet)
-        if answer.error:
-            raise RoleChangeError(answer.error, param="role")
 
     @property
     def num_requests(self) -> int:
@@ -471,17 +367,9 @@ class TokenizerManager:
             ):
                 if isinstance(message, control.RoleSet) and not message.error:
                     self.role, self.control_address = message.role, message.control_address
-                future = self._calls.get(message.call)
-                if future is not None and not future.done():  # else the call waits no longer
-                    future.set_result(message)
+                self.calls.answer(message)
             case _:
                 raise TypeError(f"unexpected {type(message).__name__} from a running scheduler")
-
-    def hang(self, error: SegueError) -> None:
-        """End all control calls with an error: the engine does not answer. Requests in flight wait."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
 
     def die(self, error: SegueError) -> None:
         """End all requests and calls with an error: the engine is dead."""
@@ -494,7 +382,7 @@ class TokenizerManager:
         for generation in self._arriving.values():
             generation.stop_encoding()
         self._idle.set()
-        self.hang(error)
+        self.calls.fail(error)
 
     def _on_step(self, output: control.SchedulerOutput) -> None:
         """Give the requests the tokens of a step, and end those that ended in it.
@@ -559,11 +447,3 @@ class TokenizerManager:
     def _update_idle(self) -> None:
         if not self.num_requests:
             self._idle.set()
-
-
-def error_of(kind: str, message: str) -> SegueError:
-    """Return the error whose class another process has named."""
-    cls = getattr(errors, kind, None)
-    if isinstance(cls, type) and issubclass(cls, SegueError):
-        return cls(message)
-    return EngineDeadError(f"{kind}: {message}")

@@ -22,8 +22,8 @@ from segue.gms.manifest import WeightsManifest, decode_manifest, encode_manifest
 from segue.gms.transport import GmsFrameError, close, connect, packed, receive, send, unpacked
 from segue.memory import shared
 
-TAKEOVER_REPLY_S = 2.0  # of a call that an engine makes when it takes over: it can do without the service
-REPLY_S = 60.0  # the longest time that a call takes which does not wait for something
+REPLY_S = 60.0  # `GmsTarget.reply_s`
+TAKEOVER_REPLY_S = 2.0  # the same for a call of an engine that takes over: it can do without the service
 ReplyKind = TypeVar("ReplyKind", bound=wire.Message)
 
 
@@ -41,6 +41,7 @@ class GmsTarget:
     token: str | None = None
     epoch: int = 0  # with which the engine serves
     connect_s: float = 60.0  # how long a service is waited for
+    reply_s: float = REPLY_S  # the longest time that a call takes which does not wait for something
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
 
@@ -87,7 +88,7 @@ class GmsClient:
         target, deadline = self.target, time.monotonic() + self.target.connect_s
         while True:
             try:
-                self._socket = connect(target.directory, REPLY_S)
+                self._socket = connect(target.directory, target.reply_s)
                 break
             except MemoryServiceError:
                 if time.monotonic() >= deadline:
@@ -360,7 +361,9 @@ class GmsClient:
                 self._send(message, ())
                 more = True
                 while more:
-                    reply = self._reply(message.call, wire.SlabsGiven, descriptors, wait_s + REPLY_S)
+                    reply = self._reply(
+                        message.call, wire.SlabsGiven, descriptors, wait_s + self.target.reply_s
+                    )
                     sizes += reply.sizes
                     more = reply.more
         except BaseException:
@@ -375,7 +378,7 @@ class GmsClient:
         descriptors: Sequence[int] = (),
         *,
         wait_s: float = 0.0,
-        reply_s: float = REPLY_S,
+        reply_s: float | None = None,
         on_wait: Callable[[int], None] = lambda position: None,
         given: list[int] | None = None,
     ) -> ReplyKind:
@@ -384,7 +387,8 @@ class GmsClient:
         try:
             with self._lock:
                 self._send(message, descriptors)
-                return self._reply(message.call, kind, received, wait_s + reply_s, on_wait)
+                timeout_s = wait_s + (self.target.reply_s if reply_s is None else reply_s)
+                return self._reply(message.call, kind, received, timeout_s, on_wait)
         finally:
             if given is None:
                 close(received)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-from contextlib import suppress
+import time
 
 from segue.errors import MemoryServiceError
 from segue.gms.server import lock_directory
-from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, new_socket, receive, send
+from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, listening, receive, send, unlink
 from segue.logs import logger
 from segue.memory import shared
 
+ACCEPT_PAUSE_S = 0.1  # before the next try, if there are too many descriptors
 SEND_S = 5.0  # a service that takes no descriptor for so long is given up
 
 
@@ -29,17 +30,11 @@ class Holder:
         self._lock = lock_directory(directory, "holder")
         self.held: dict[bytes, int] = {}
         self.path = os.path.join(directory, HOLDER_SOCKET)
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self._listener = new_socket()
-        before = os.umask(0o177)
         try:
-            self._listener.bind(self.path)
+            self._listener, self._made = listening(self.path)
         except OSError as error:
             text = f"the socket {self.path} cannot be made ({error.strerror or error})"
             raise MemoryServiceError(f"{text}; choose a shorter path or another directory") from error
-        finally:
-            os.umask(before)
         self._listener.listen()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -47,15 +42,24 @@ class Holder:
     def run(self) -> None:
         """Serve until the process ends."""
         while True:
-            for key, _ in self._selector.select():
-                assert isinstance(key.fileobj, socket.socket)
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._serve(key.fileobj)
+            self.serve_once()
+
+    def serve_once(self) -> None:
+        """Wait until somebody connects or sends something, and serve those who do."""
+        for key, _ in self._selector.select():
+            assert isinstance(key.fileobj, socket.socket)
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._serve(key.fileobj)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # too many descriptors, or the client has gone
+            logger.warning("a client cannot be accepted: %s", error)
+            time.sleep(ACCEPT_PAUSE_S)
+            return
         connection.settimeout(SEND_S)
         if shared.peer_ids(connection)[1] != os.geteuid():
             connection.close()
@@ -98,6 +102,5 @@ class Holder:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
-        with suppress(OSError):
-            os.unlink(self.path)
+        unlink(self.path, self._made)
         os.close(self._lock)

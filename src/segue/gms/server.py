@@ -11,7 +11,6 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -20,7 +19,7 @@ from segue.errors import MemoryServiceError, SharedMemoryError
 from segue.gms import messages as wire
 from segue.gms.service import STILL_WAITING_S, MemoryService
 from segue.gms.session import GmsSession
-from segue.gms.transport import SOCKET, GmsFrameError, close, new_socket, receive, send
+from segue.gms.transport import SOCKET, GmsFrameError, close, listening, receive, send, unlink
 from segue.logs import logger
 from segue.memory import shared
 
@@ -200,15 +199,8 @@ class GmsServer:
         self._has_warned = False
         self._lock = lock_directory(directory)
         self.path = os.path.join(directory, SOCKET)
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self._listener = new_socket()
         try:
-            before = os.umask(0o177)
-            try:
-                self._listener.bind(self.path)
-            finally:
-                os.umask(before)
+            self._listener, self._made = listening(self.path)
             if allowed_uids:
                 os.chmod(self.path, 0o666)  # the peer's user is checked
                 os.chmod(directory, 0o711)
@@ -246,8 +238,7 @@ class GmsServer:
         for connection in list(self.connections):
             connection.end("the service ends")
         self._listener.close()
-        with suppress(OSError):
-            os.unlink(self.path)
+        unlink(self.path, self._made)
         os.close(self._lock)
         self.service.fence.close()
 

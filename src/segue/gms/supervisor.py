@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
-from segue.children import describe_exit, import_path
+from segue.children import RestartRule, describe_exit, import_path
 from segue.host import end_with_parent
 from segue.logs import logger
 
 STOP_S = 5.0
 FIRST_S = 5.0  # a child that fails so soon after its first start would fail again
-STEADY_S = 60.0  # a child that ran for so long is started again at once
-MAX_BACKOFF_S = 30.0
+RESTARTS = RestartRule()
 # `segue gms`, a second sooner than by the whole command line. -P: files in the user's directory must
 # not shadow modules of the standard library.
 GMS_COMMAND = (sys.executable, "-P", "-c", "from segue.cli.gms import gms_app; gms_app()")
@@ -69,9 +68,8 @@ class GmsSupervisor:
         seconds = time.monotonic() - child.started_at
         if self._policy == "exit" or (status > 0 and child.num_deaths == 0 and seconds < FIRST_S):
             return 1
-        child.num_deaths = 1 if seconds >= STEADY_S else child.num_deaths + 1
-        pause_s = 0.0 if child.num_deaths == 1 else min(MAX_BACKOFF_S, 0.25 * 2 ** min(child.num_deaths, 10))
-        until = time.monotonic() + pause_s
+        child.num_deaths = RESTARTS.count(child.num_deaths, 0.0, seconds)
+        until = time.monotonic() + RESTARTS.pause_s(child.num_deaths)
         while not self._is_ending and time.monotonic() < until:
             time.sleep(0.05)
         if not self._is_ending:

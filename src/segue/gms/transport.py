@@ -101,6 +101,33 @@ def unpacked(descriptor: int, max_bytes: int = MAX_MANIFEST) -> bytes:
     return b"".join(pieces)
 
 
+def listening(path: str) -> tuple[socket.socket, os.stat_result]:
+    """Return a socket that is bound to a path, for this user alone, and what is at the path now.
+
+    Raises:
+        OSError: the path is too long, or cannot be made.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = new_socket()
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+        return listener, os.stat(path)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+
+
+def unlink(path: str, made: os.stat_result) -> None:
+    """Remove a socket's path, unless another one is there by now: its directory may have been made anew."""
+    with suppress(OSError):
+        if os.path.samestat(os.stat(path), made):
+            os.unlink(path)
+
+
 def connect(directory: str, timeout_s: float) -> socket.socket:
     """Connect to the service of a directory.
 

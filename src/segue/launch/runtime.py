@@ -25,12 +25,13 @@ from segue.errors import (
     EngineStartError,
     MemoryServiceLostError,
     SegueError,
+    error_of,
 )
 from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer
-from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.channel import Channel
 from segue.launch.in_thread import in_thread
 from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
@@ -245,7 +246,7 @@ class Runtime:
 
     async def continue_generation(self) -> None:
         """Continue generation; an engine that takes over generates too."""
-        await self.manager.continue_generation()
+        await self.manager.calls.continue_generation()
         if self.control_notes is not None:
             self.control_notes.remove(self.epoch)
 
@@ -289,7 +290,7 @@ class Runtime:
 
     async def server_info(self) -> dict[str, Any]:
         """Return the options, the version, the sizes chosen at start, and the scheduler's state."""
-        state = await self.manager.get_state()
+        state = await self.manager.calls.get_state()
         kv_tokens = state.state.get("available_kv_tokens", 0)
         ready = self.manager.ready
         decided = asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]}
@@ -429,7 +430,7 @@ class Runtime:
             logger.error("the engine hangs: %s", reason)
             text = f"the engine hangs: {reason}; retry later, and restart the engine if this persists"
             self.life.hung = text
-            self.manager.hang(EngineHungError(text))
+            self.manager.calls.fail(EngineHungError(text))
         elif reason is None and self.life.hung is not None:
             logger.warning("the engine answers again")
             self.life.hung = None

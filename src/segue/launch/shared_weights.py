@@ -10,8 +10,15 @@ def check_shared_weights(config: EngineConfig, *, embedded: bool) -> None:
     """Refuse options that `--gms-dir` does not go with.
 
     Raises:
-        ConfigError: an option would write to the weights, or needs memory that the service does not give yet.
+        ConfigError: an option would write to the weights, or needs memory that the service does not give yet,
+            or asks a service that is not named.
     """
+    if config.gms_dir is None and config.gms_mode in ("rw", "ro"):
+        raise ConfigError(
+            f"gms_mode={config.gms_mode!r} asks a memory service for the weights, and none is named; give "
+            "--gms-dir, or leave --gms-mode out",
+            param="gms_mode",
+        )
     if not config.shares_weights:
         return
     if embedded:

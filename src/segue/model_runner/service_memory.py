@@ -36,7 +36,8 @@ from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
-from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
+from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
+from segue.memory.releasable import ReleasableMemory
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
 from segue.messages.requests import FIRST_WEIGHT_VERSION
@@ -67,7 +68,7 @@ class ServiceMemory(PrivateMemory):
         groups: TPGroups,
         identify: Callable[[Layout], WeightsIdentity],
         *,
-        shares_kv: bool = False,
+        kv: RankMemory | None = None,
     ) -> None:
         """Serve a rank.
 
@@ -77,10 +78,10 @@ class ServiceMemory(PrivateMemory):
             mode: how the weights are asked for.
             groups: the ranks of the engine.
             identify: says what the weights are, once their layout is known.
-            shares_kv: whether other processes may map the KV cache.
+            kv: has the KV cache; by default, memory of this process.
         """
         super().__init__(device)
-        self._kv = SharedKVMemory(device) if shares_kv else PrivateMemory(device)
+        self._kv = kv or PrivateMemory(device)
         self._target = target
         self._mode = mode
         self._groups = groups
@@ -132,7 +133,7 @@ class ServiceMemory(PrivateMemory):
         return arena
 
     def wake(self, epoch: int = 0) -> None:
-        """See `RankMemory.wake`: rank 0 ends what the engine before may still change.
+        """See `RankMemory.wake`: rank 0 ends what the engine before may still change, and KV is taken.
 
         A service that is away changes nothing either; without it the engine serves what it has mapped.
         """
@@ -147,13 +148,14 @@ class ServiceMemory(PrivateMemory):
                     raise
                 self._owes_claim = True
                 logger.warning("serves without the memory service: %s", error.message)
+        self._kv.wake(epoch)
 
     def watch_owner(self, on_change: Callable[[bool], None]) -> None:
         """See `RankMemory.watch_owner`."""
         self._on_owner = on_change
 
     def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
-        """See `RankMemory.take_kv`; all of it is taken now."""
+        """See `RankMemory.take_kv`."""
         tensor = self._kv.take_kv(num_bytes, scratch_bytes)
         self.kv_descriptor = self._kv.kv_descriptor
         return tensor
@@ -208,6 +210,7 @@ class ServiceMemory(PrivateMemory):
         if self._window is not None:
             self._window.close()
             self._window = None
+        self._kv.close()
 
     def _ask(self, client: GmsClient, wanted: WeightsManifest) -> WeightsGranted:
         """Return what this rank is granted: rank 0 asks, and the others join its lease."""
@@ -321,8 +324,21 @@ def make_service_memory(
         config.gms_mode,
         groups,
         lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
-        shares_kv=config.role != "both",
+        kv=_kv_memory(config, device),
     )
+
+
+def _kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
+    """Return what has the KV cache of a rank: its role may change, or it stands by, which needs no cache yet.
+
+    On a CPU, memory that nobody has written to is not there anyway.
+    """
+    if config.role != "both":
+        return SharedKVMemory(device)
+    # Steps that are timed at the start write to other pages than the scratch page.
+    if device.type == "cuda" and config.shadow_mode and not config.enable_laps_scheduler:
+        return ReleasableMemory(device, parks_kv=True)
+    return PrivateMemory(device)
 
 
 def identity_of(

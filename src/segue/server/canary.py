@@ -51,7 +51,7 @@ async def check(runtime: Runtime, directory: Path) -> None:
     """
     began = time.monotonic()
     found = await generate(runtime)
-    flushed = await runtime.manager.flush_cache(FLUSH_S)
+    flushed = await runtime.manager.calls.flush_cache(FLUSH_S)
     if not flushed.success:
         raise WakeError(f"the pages of the test request cannot be given back: {flushed.error_msg}")
     path = canary.path_of(directory, runtime.config.cohort, facts_of(runtime))

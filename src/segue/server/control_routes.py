@@ -103,7 +103,7 @@ async def flush_cache(request: Request) -> Response:
     """Forget all cached KV; refused while a live request owns some, or while requests run or wait."""
     manager = runtime_of(request).manager
     query = parse(FlushQuery, dict(request.query_params), coerces=True)
-    flushed = await manager.flush_cache(query.timeout)
+    flushed = await manager.calls.flush_cache(query.timeout)
     if flushed.success:
         return Response(f"Cache flushed.\nFlushed items: {flushed.flushed_items}\n", media_type="text/plain")
     return Response(f"Cache not flushed.\nReason: {flushed.error_msg}\n", 400, media_type="text/plain")
@@ -114,7 +114,7 @@ async def release_memory_occupation(request: Request) -> Response:
     """Give the memory of weights or KV cache back; running requests are retracted, and all requests wait."""
     manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, MemoryRequest), partial(control, MemoryRequest))
-    return json_response(memory_reply(await manager.release_memory(body.memory)))
+    return json_response(memory_reply(await manager.calls.release_memory(body.memory)))
 
 
 @routes.post("/resume_memory_occupation", schema=body_schema(MemoryRequest, required=False))
@@ -122,7 +122,7 @@ async def resume_memory_occupation(request: Request) -> Response:
     """Take released memory again; weights are then sent or loaded before anything is generated."""
     manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, MemoryRequest), partial(control, MemoryRequest))
-    return json_response(memory_reply(await manager.resume_memory(body.memory)))
+    return json_response(memory_reply(await manager.calls.resume_memory(body.memory)))
 
 
 @routes.post("/sleep", schema=query_schema(SleepQuery))
@@ -131,7 +131,7 @@ async def sleep(request: Request) -> Response:
     manager = runtime_of(request).manager
     level = parse(SleepQuery, dict(request.query_params), coerces=True).level
     tags, backup = memory_of_level(level, manager.ready.device)
-    return json_response(memory_reply(await manager.release_memory(tags, backup=backup)))
+    return json_response(memory_reply(await manager.calls.release_memory(tags, backup=backup)))
 
 
 @routes.post("/wake_up", schema=query_schema(MemoryRequest))
@@ -139,7 +139,7 @@ async def wake_up(request: Request) -> Response:
     """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
     manager = runtime_of(request).manager
     query = parse(MemoryRequest, {"tags": request.query_params.getlist("tags")})
-    return json_response(memory_reply(await manager.resume_memory(query.memory)))
+    return json_response(memory_reply(await manager.calls.resume_memory(query.memory)))
 
 
 @routes.get("/is_sleeping")
@@ -173,7 +173,7 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
         check = partial(_checked, kind, dict(request.query_params))
         operation = await read_json(request, check, partial(control, kind))
         await check_base64(operation)
-        work = runtime.manager.ask_weights(operation, **limits(runtime.config, operation))
+        work = runtime.manager.calls.ask_weights(operation, **limits(runtime.config, operation))
         # Only its client wants a group to be met; every other operation goes on without its client.
         answer = await (unless_gone(request, work) if kind is JoinGroup else work)
         reply = reply_of(kind, answer)

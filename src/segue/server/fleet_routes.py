@@ -58,7 +58,7 @@ async def set_role(request: Request) -> Response:
     """Take other work: answers once what is left of the old role has ended, or 409 if it has not in time."""
     manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, RoleRequest), partial(control, RoleRequest))
-    await manager.set_role(body.role, body.timeout)
+    await manager.calls.set_role(body.role, body.timeout)
     return json_response(RoleChanged(role=manager.role, kv_address=manager.control_address))
 
 
@@ -130,7 +130,7 @@ class Watch:
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": LINES})
         await self._send_line(send, self._record)
-        asked, load = asyncio.ensure_future(self._runtime.manager.get_load()), None
+        asked, load = asyncio.ensure_future(self._runtime.manager.calls.get_load()), None
         due = time.monotonic()
         try:
             while not self._is_over():
@@ -139,7 +139,7 @@ class Watch:
                 if asked.done():
                     with suppress(SegueError):  # hung or dead: then the report says so
                         load = asked.result()
-                    asked = asyncio.ensure_future(self._runtime.manager.get_load())
+                    asked = asyncio.ensure_future(self._runtime.manager.calls.get_load())
                 manager = self._runtime.manager
                 if manager.role != self._record.role:
                     address = manager.control_address or ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from segue.config import EngineConfig, parse_endpoints
-from segue.errors import LockLostError, MemoryServiceLostError
+from segue.errors import ConfigError, LockLostError, MemoryServiceLostError
 from segue.failover.life import Life
 from segue.failover.system_health import SystemHealth
 from segue.host import freeze_heap
@@ -42,8 +42,18 @@ async def serve(
     files is raised for this process and its workers.
 
     Raises:
+        ConfigError: the system port is the API's, or a failover directory is given without shadow mode.
         SegueError: the port was taken meanwhile, or the engine cannot start or cannot wake.
     """
+    if config.probed_port and config.probed_port == config.port:
+        text = f"system_port={config.probed_port}: the API has this port (--port)"
+        raise ConfigError(f"{text}; choose another with --system-port", param="system_port")
+    if config.failover_dir is not None and not config.shadow_mode:
+        raise ConfigError(
+            f"failover_dir={config.failover_dir!r}: without --shadow-mode an engine takes no lock, so that "
+            "several would serve at once; add --shadow-mode, or leave --failover-dir out",
+            param="failover_dir",
+        )
     membership = CohortMember(config) if config.shadow_mode else None
     raise_descriptor_limit()
     listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")

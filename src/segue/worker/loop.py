@@ -1,6 +1,6 @@
-"""The loops of the ranks: rank 0's drives the scheduler and its model runner, the others follow its plans.
+"""Rank 0's loop, which drives the scheduler and its model runner; the other ranks follow its plans.
 
-Rank 0's loop makes no decisions. It moves messages between the frontend's sockets and the pure scheduler,
+The loop makes no decisions. It moves messages between the frontend's sockets and the pure scheduler,
 sends each plan to the other tensor-parallel ranks, and launches it. Idle or paused, it blocks on its sockets.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,10 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.kv import (
-    BanWriters,
-    ConnectPeer,
-    DisconnectPeer,
-    PagesVerified,
-    PushEnded,
-    PushPages,
-    RankJoined,
-    VerifyPages,
-    WritersGone,
-)
+from segue.messages.kv import PagesVerified, PushEnded, RankJoined, WritersGone
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
-from segue.messages.memory import MapMemory, MemoryMoved, ReleaseMemory, ResumeMemory, UnmapMemory
+from segue.messages.memory import MemoryMoved, ReleaseMemory, ResumeMemory
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
 from segue.messages.weight_update import WeightCall, WithdrawCall
@@ -59,7 +49,7 @@ from segue.weight_update.control.calls import WeightControl
 from segue.worker.rank_life import RankLife
 from segue.worker.throughput import Throughput
 
-if TYPE_CHECKING:  # these need torch, which these loops do not
+if TYPE_CHECKING:  # these need torch, which the loop does not
     from segue.disagg.mover import Mover
     from segue.memory.rank_memory import Generations
     from segue.model_runner.executor import ForwardOutput
@@ -418,45 +408,3 @@ class SchedulerLoop:
         }
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))
-
-
-def follow(
-    runner: ModelRunner,
-    updater: WeightUpdater,
-    messages: zmq.Socket[bytes],
-    send: Callable[[RankEvent], None],
-    turn: Turn,
-    mover: Mover | None = None,
-    memory: ReleasedMemory | None = None,
-) -> None:
-    """The loop of the other ranks: run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
-
-    It reads ``messages`` from rank 0 and answers through ``send``; results of steps are only awaited, because
-    rank 0 has the same tokens. It never returns: the process ends with its lifeline (see `worker.main`).
-    """
-    decode = msgspec.msgpack.Decoder(RankMessage).decode
-    in_flight: deque[ForwardOutput] = deque()
-    life = RankLife(runner, send)
-    while True:
-        turn.rest()
-        frame = messages.recv()
-        turn.begin()
-        match message := decode(frame):
-            case StepPlan():
-                in_flight.append(runner.forward_batch(message))
-                if len(in_flight) == OVERLAP_DEPTH:
-                    in_flight.popleft().result()
-            case Drain():
-                while in_flight:
-                    in_flight.popleft().result()
-                send(Drained())
-            case PingRanks() | WakeRanks() | EndWake():
-                life.handle(message)
-            case ConnectPeer() | DisconnectPeer() | PushPages() | VerifyPages() | BanWriters():
-                assert mover is not None, "KV is handed over although --role is both"
-                mover.handle(message)
-            case UnmapMemory() | MapMemory():
-                assert memory is not None, "memory is released without --enable-memory-saver"
-                memory.handle(message)
-            case _:
-                updater.handle(message)

@@ -35,9 +35,10 @@ from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.rank import WeightUpdater
 from segue.weight_update.served import ServedWeights
+from segue.worker.follower import follow
 from segue.worker.kv_links import KVLinks, make_hello
 from segue.worker.kv_mover import make_mover
-from segue.worker.loop import SchedulerLoop, follow
+from segue.worker.loop import SchedulerLoop
 from segue.worker.released_memory import ReleasedMemory
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up

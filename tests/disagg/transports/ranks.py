@@ -27,6 +27,7 @@ from segue.kvcache.pool import KVPool, KVShape
 from segue.memory.rank_memory import SharedKVMemory
 
 DEADLINE_S = 20.0
+START_S = 100.0  # of a process: it imports torch, which takes 16 s where eight processes share two cores
 (WHOLE,) = plan(1, 1, kv_heads=2)
 
 
@@ -184,8 +185,12 @@ class Remote:
         theirs.close()
         self._pipe = Connection(ours.detach())
         self._pipe.send((kind, shape, device))
+        self._has_started = False
 
     def __call__(self, method: str, *arguments: Any) -> Any:
+        if not self._has_started:
+            assert self._pipe.poll(START_S), "the process does not start"
+            self._has_started = self._pipe.recv()
         self._pipe.send((method, arguments))
         assert self._pipe.poll(DEADLINE_S), f"{method} takes too long"
         answer = self._pipe.recv()
@@ -211,6 +216,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     kind, shape, device = pipe.recv()
     rank = kind(shape, device)
+    pipe.send(True)
     while True:
         try:
             method, arguments = pipe.recv()

@@ -1,0 +1,66 @@
+"""Engines of a pod on one GPU: what one that stands by takes of the device, and takeovers without growth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench import suite
+from bench.model_dir import with_tokenizer
+from segue.cluster.pod_process import PodProcess
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+GIB = 1 << 30
+NUM_KV_TOKENS = 1 << 18  # 28 GiB: an engine that stands by with all of it would show
+PARKED_BYTES = 1.5 * GIB  # that one more engine may take
+TAKEOVERS = 4
+GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[list[str]]:
+    with with_tokenizer(Path(suite.model_dir("0.6b"))) as model:
+        found = ["--model", str(model), "--load-format", "dummy", "--device", "cuda"]
+        yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS)]
+
+
+def used() -> int:
+    """The bytes of the device that all processes use."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(re.findall(r"\d+", subprocess.check_output(query, text=True))[0]) << 20
+
+
+def tokens(pod: PodProcess) -> list[int]:
+    body = {"text": "abc", "sampling_params": GREEDY}
+    reply = httpx.post(f"{pod.url}/generate", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    found: list[int] = reply.json()["output_ids"]
+    return found
+
+
+def test_an_engine_that_stands_by_takes_little_of_the_device(options: list[str]) -> None:
+    found = []
+    for shadows in (1, 2):
+        with PodProcess(options, shadows=shadows) as pod:
+            pod.wait_for_standby(count=shadows)
+            tokens(pod)
+            found.append(used())
+    assert found[1] - found[0] <= PARKED_BYTES, found
+
+
+def test_takeovers_leave_nothing_on_the_device(options: list[str]) -> None:
+    with PodProcess(options) as pod:
+        found, replies = [], []
+        for _ in range(TAKEOVERS + 1):
+            pod.wait_for_standby()
+            replies.append(tokens(pod))
+            found.append(used())
+            pod.kill_serving("engine")
+        assert all(reply == replies[0] for reply in replies)
+        assert max(found[1:]) - found[0] <= 0.02 * found[0], found
