@@ -28,7 +28,8 @@ from segue.memory.releasable import ReleasableMemory
 from segue.memory.vmm import Slab
 from segue.model_runner import service_memory
 from segue.model_runner.service_kv import ServiceKVMemory
-from segue.model_runner.service_memory import ServiceMemory, kv_memory, make_service_memory
+from segue.model_runner.service_memory import ServiceMemory
+from segue.model_runner.service_start import kv_memory, make_service_memory
 from tests.gms import running as gms
 from tests.gms.kv_engine import kv_engines
 from tests.model_runner import making, tiny
