@@ -94,13 +94,13 @@ class ModelRunner:
         """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
-    def wake(self, epoch: int = 0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
         """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
 
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
         """
-        self.on_stream(partial(self._startup.memory.wake, epoch))
+        self.on_stream(partial(self._startup.memory.wake, epoch, timeout_s))
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""

@@ -31,14 +31,14 @@ class RankLife:
             case WakeRanks():
                 if message.timeout_s:
                     faulthandler.dump_traceback_later(message.timeout_s + TRACEBACK_S, exit=True)
-                self._send(RankAnswer(message.call, self._runner.tp.rank, self._wake(message.epoch)))
+                self._send(RankAnswer(message.call, self._runner.tp.rank, self._wake(message)))
             case EndWake():
                 faulthandler.cancel_dump_traceback_later()
 
-    def _wake(self, epoch: int) -> str:
+    def _wake(self, message: WakeRanks) -> str:
         """Wake the runner; returns what went wrong, "": nothing."""
         try:
-            self._runner.wake(epoch)
+            self._runner.wake(message.epoch, message.timeout_s)
         except Exception as error:
             logger.exception("rank %d cannot wake", self._runner.tp.rank)
             return f"{type(error).__name__}: {error}"
