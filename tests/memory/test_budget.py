@@ -57,12 +57,12 @@ def test_formula_counts_weights_that_engines_share_once():
 
 def test_formula_counts_the_kv_cache_once_if_only_the_engine_that_serves_has_it():
     parked = replace(CUDA, num_engines=2, is_arena_shared=True, parks_kv=True)
-    # 8,800,000 - 3,000,000 - 2 * 800,000 - 4,194,304 (blocks around a page) = 5,696: 5 pages, one is scratch
-    assert formula_pages(parked) == 4
+    # 11,900,000 - 4,600,000 - 6,291,456 (blocks around two pages) = 1,008,544: 1008 pages, one is scratch
+    assert formula_pages(replace(parked, free_before=11_900_000, memory_ratio=1.0)) == 1007
     # each further engine that stands by takes 800,000 and its blocks; all of 40,000,000 may be used
     wide = replace(parked, free_before=40_000_000, memory_ratio=1.0)
-    assert formula_pages(wide) == 31_205 - 1
-    assert formula_pages(replace(wide, num_engines=3)) == 31_205 - 4_994 - 1
+    assert formula_pages(wide) == 29_108 - 1
+    assert formula_pages(replace(wide, num_engines=3)) == 29_108 - 7_091 - 1
     assert formula_pages(replace(wide, num_engines=1)) == formula_pages(
         replace(wide, num_engines=1, parks_kv=False)
     )
@@ -70,9 +70,9 @@ def test_formula_counts_the_kv_cache_once_if_only_the_engine_that_serves_has_it(
 
 def test_an_engine_that_stands_by_needs_no_memory_for_a_second_kv_cache():
     parked = replace(CUDA, parks_kv=True)
-    check_standby(parked, 780_000 + (4 << 20), kv_bytes=1 << 40)
+    check_standby(parked, 780_000 + (6 << 20), kv_bytes=1 << 40)
     with pytest.raises(OutOfMemoryError, match=r"1\.0 MiB are missing.*--num-shadows"):
-        check_standby(parked, 780_000 + (3 << 20), kv_bytes=1 << 40)
+        check_standby(parked, 780_000 + (5 << 20), kv_bytes=1 << 40)
     check_standby(parked, 780_000 + 5, kv_bytes=5)
 
 

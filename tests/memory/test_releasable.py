@@ -96,15 +96,16 @@ def test_what_a_filler_checks_first_takes_no_memory(memory: ReleasableMemory) ->
     assert memory._ranges == {}
 
 
-def test_parked_kv_has_only_its_scratch_page_until_the_engine_wakes() -> None:
+def test_parked_kv_has_only_its_first_and_its_scratch_page_until_the_engine_wakes() -> None:
     memory = ReleasableMemory(torch.device("cpu"), parks_kv=True)
-    num_bytes, page = 9 << 20, 3 << 20
+    num_bytes, page = 15 << 20, 3 << 20
     kv = memory.take_kv(num_bytes, scratch_bytes=page)
     window = memory._ranges["kv_cache"].window
-    assert window.mapped_bytes == 4 << 20  # whole blocks around the last page
+    assert window.mapped_bytes == 4 + 4 << 20  # whole blocks around the first page and the last one
+    assert not kv[:page].any()  # Triton asks the driver about the addresses of tensors that begin there
     kv[-page:].fill_(7)
     memory.wake()
-    assert window.mapped_bytes == window.size == 10 << 20
+    assert window.mapped_bytes == window.size == 16 << 20
     assert not kv.any()
     kv.fill_(1)
     memory.wake()  # once more takes nothing

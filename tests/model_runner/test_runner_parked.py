@@ -1,4 +1,4 @@
-"""A runner that stands by has the scratch page of its KV cache alone, until it wakes."""
+"""A runner that stands by has the first and the scratch page of its KV cache alone, until it wakes."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_parked_runner_starts_and_wakes_with_the_same_results(tmp_path: Path) 
     expected = output(plain)
     plain.close()
     runner = making.make_runner(tmp_path, **SAVER)
-    assert mapped_kv(runner) == GRANULARITY < runner.kv_bytes
+    assert mapped_kv(runner) == 2 * GRANULARITY < runner.kv_bytes
     runner.wake()
     assert mapped_kv(runner) >= runner.kv_bytes
     assert output(runner) == expected

@@ -14,7 +14,7 @@ from segue.sizes import ceil_div, round_up
 GIB = 1 << 30
 MIB = 1 << 20
 
-PARKED_GRANULARITY = 2 * MIB  # the scratch page of an engine that stands by is mapped in blocks of this size
+PARKED_GRANULARITY = 2 * MIB  # an engine that stands by maps its two KV pages in blocks of this size
 
 MIN_PAGES = 2
 MAX_IMBALANCE = 2 * GIB
@@ -54,7 +54,9 @@ class Demand:
     local_ranks: int = 1  # ranks that share this memory: 1 on CUDA, all ranks of the host on CPU
     num_engines: int = 1  # with equal sizes on this device: the one that serves, and those that stand by
     is_arena_shared: bool = False  # whether these engines have one copy of the weights
-    parks_kv: bool = False  # whether those that stand by have the scratch page of their KV cache alone
+    parks_kv: bool = (
+        False  # whether those that stand by have the first and the last page of their KV cache alone
+    )
     # Largest pool in bytes, CPU only. A CPU pool is also limited to what all requests at full length need.
     pool_limit: int | None = None
 
@@ -73,7 +75,7 @@ class Demand:
     @property
     def parked_bytes(self) -> int:
         """The bytes of KV cache that one rank of an engine has at most which stands by, if it parks them."""
-        return round_up(self.page_bytes, PARKED_GRANULARITY) + PARKED_GRANULARITY
+        return 2 * round_up(self.page_bytes, PARKED_GRANULARITY) + PARKED_GRANULARITY
 
     def without_graphs(self) -> Demand:
         """Return the same demand without the reserve for CUDA graphs."""

@@ -137,7 +137,7 @@ class RankMemory(Protocol):
     device: torch.device
     kv_descriptor: int | None  # of the KV cache's memory, where other processes may map it
     generations: Generations | None  # None: the weights are this process's own, and updates write to them
-    parks_kv: bool  # an engine that stands by has the scratch page of its KV cache alone
+    parks_kv: bool  # an engine that stands by has the first and the scratch page of its KV cache alone
 
     def pinned_kv(self) -> KVGeometry | None:
         """Return the sizes that the engines of this cohort have; None: this engine is the first, or alone.

@@ -34,7 +34,7 @@ class ReleasableMemory(PrivateMemory):
     """Memory of this process alone, whose weights and KV cache can be released."""
 
     def __init__(self, device: torch.device, *, parks_kv: bool = False) -> None:
-        """Serve a device; with `parks_kv` the KV cache has only its scratch page until `wake`."""
+        """Serve a device; with `parks_kv` the KV cache has only its first and its scratch page until `wake`."""
         super().__init__(device)
         self.parks_kv = self._is_parked = parks_kv
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
@@ -61,7 +61,11 @@ class ReleasableMemory(PrivateMemory):
         held = self._reserve("kv_cache", [num_bytes])
         (kv,) = held.tensors
         first = num_bytes - scratch_bytes if self._is_parked else 0
-        self._map(held, first // self._vmm.granularity * self._vmm.granularity)
+        begin = first // self._vmm.granularity * self._vmm.granularity
+        self._map(held, begin)
+        # Nothing accesses the first page of a parked cache. But Triton refuses a tensor at whose address the
+        # driver knows of no memory, and the tensors that kernels get begin in that page.
+        self._map(held, 0, min(begin, round_up(scratch_bytes, self._vmm.granularity)))
         if self.device.type == "cuda":
             kv[first:].zero_()
         return kv
@@ -151,12 +155,13 @@ class ReleasableMemory(PrivateMemory):
         self._ranges[tag] = held = _Range(window, tensors)
         return held
 
-    def _map(self, held: _Range, first: int = 0) -> None:
-        """Map a range from the offset `first` on, in slabs that the device can surely have in one piece."""
+    def _map(self, held: _Range, first: int = 0, end: int | None = None) -> None:
+        """Map a range from the offset `first` to `end`, in slabs that the device can surely have in one piece."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot take what torch keeps for later
-        for start in range(first, held.window.size, SLAB_BYTES):
-            slab = self._vmm.private(min(SLAB_BYTES, held.window.size - start))
+        end = held.window.size if end is None else end
+        for start in range(first, end, SLAB_BYTES):
+            slab = self._vmm.private(min(SLAB_BYTES, end - start))
             try:
                 held.window.map(start, slab, writable=True)
             finally:
