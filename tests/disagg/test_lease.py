@@ -752,6 +752,7 @@ def test_pages_that_are_given_up_come_home_when_every_rank_has_answered(
     else:
         preparing.leases.cancel(1, 0.0)
     assert preparing.state == "DROPPED" and preparing.leases.active == {}
+    assert preparing.lease.is_kept_for_a_while, "its pages do not count as lost"
     prepared(preparing, error)
     assert preparing.port.home == [], "the other rank may write to them"
     prepared(preparing)
