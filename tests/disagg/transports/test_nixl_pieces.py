@@ -159,6 +159,7 @@ def test_memory_for_pieces_is_used_again_only_when_its_transfer_has_ended(
         assert first_bytes(own_readers, index, NARROW) == [6, 5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_a_peer_that_hangs_does_not_hold_up_the_others_and_its_end_fails_its_pushes_alone(
     readers: Remote, own_readers: Remote, make_sender: MakeSender
 ) -> None:
