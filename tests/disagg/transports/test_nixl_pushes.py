@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
@@ -29,6 +29,7 @@ class FakeAgent:
         self.posted: list[tuple[list[int], list[int]]] = []  # (pages or slots, pages of the peer)
         self.ended: dict[int, bool] = {}  # transfer -> whether it has failed
         self.num_connections = 0
+        self.on_disconnect: Callable[[], None] = lambda: None
 
     def stage(self, num_pieces: int, piece_bytes: int) -> StagedPieces:
         data = torch.zeros((num_pieces, piece_bytes), dtype=torch.uint8)
@@ -39,7 +40,7 @@ class FakeAgent:
         return object()
 
     def disconnect(self, remote: object) -> None:
-        pass
+        self.on_disconnect()
 
     def post(self, remote: object, sources: Sequence[int], targets: Sequence[int], staged: object) -> int:
         self.posted.append((list(sources), list(targets)))
@@ -121,8 +122,13 @@ def test_memory_of_a_push_that_has_failed_is_used_again(side: PushSide) -> None:
     side.advance()
     side.agent.ended |= {0: True, 1: True}
     assert side.advance() == [(1, "the connection is lost")]
+    pieces = side.staging.staged.data[:, 0]
+    found: list[list[int]] = []
+    side.agent.on_disconnect = lambda: found.append(pieces.tolist())
     side.begin(2, 2, 3)
     side.advance()
+    assert found == [[1, 2]], "they are overwritten only when the connection that failed is closed"
+    assert pieces.tolist() == [3, 4]
     assert sorted(slots for slots, _ in side.agent.posted[2:]) == [[0], [1]]
 
 

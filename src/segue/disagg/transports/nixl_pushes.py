@@ -89,13 +89,14 @@ class NixlPushes:
         while push.num_posted < len(push.sources):
             sources, slots = push.sources[push.num_posted :], list[int]()
             try:
+                pool = self._remotes.reopen(remote)  # a failed connection may read pieces until it is closed
                 if staging is not None:
                     slots = sources = staging.gather(sources)
                     if not slots:
                         return
                 targets = push.targets[push.num_posted :][: len(sources)]
                 staged = None if staging is None else staging.staged
-                transfer = self._agent.post(self._remotes.reopen(remote), sources, targets, staged)
+                transfer = self._agent.post(pool, sources, targets, staged)
             except Exception as error:
                 self._fail(push, slots, error)
                 return
