@@ -25,6 +25,15 @@ Patch = pytest.MonkeyPatch
 BUGS: dict[str, Callable[[Patch], None]] = {}
 
 
+PIECE_BUGS: dict[str, Callable[[Patch], None]] = {}  # those that show where pages come in pieces
+
+
+def piece_bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    """Add a bug to the list of those that show where pages come in pieces."""
+    PIECE_BUGS[plant.__name__] = plant
+    return plant
+
+
 def bug(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
     """Add a bug to the list, under its function's name."""
     BUGS[plant.__name__] = plant
@@ -142,13 +151,33 @@ def pages_that_wait_for_weights_are_forgotten(patch: Patch) -> None:
 
 @bug
 def pages_that_differ_from_their_checksums_are_used(patch: Patch) -> None:
-    patch.setitem(LEASE[LeaseState.GRANTED], LeaseEvent.SENT_SUMS, (LeaseState.LANDED, ()))
+    patch.setitem(LEASE[LeaseState.GRANTED], LeaseEvent.SENT_RAW, (LeaseState.LANDED, ()))
+
+
+@piece_bug
+def pieces_that_are_not_in_order_are_used(patch: Patch) -> None:
+    patch.setitem(LEASE[LeaseState.GRANTED], LeaseEvent.SENT_RAW, (LeaseState.LANDED, ()))
+
+
+@piece_bug
+def pages_are_freed_while_their_pieces_are_put_in_order(patch: Patch) -> None:
+    for event in (LeaseEvent.UNWANTED, LeaseEvent.WANTED_BACK):
+        _, actions = LEASE[LeaseState.PREPARING][event]
+        freed = (LeaseState.ENDED, (LeaseMachine._free, *actions))
+        patch.setitem(LEASE[LeaseState.PREPARING], event, freed)
+    row: Any = {event: (LeaseState.ENDED, ()) for event in (LeaseEvent.PREPARED, LeaseEvent.UNUSABLE)}
+    patch.setitem(LEASE, LeaseState.ENDED, row)  # the answers that still come are ignored
+
+
+@piece_bug
+def pages_that_were_dropped_are_forgotten(patch: Patch) -> None:
+    patch.setitem(LEASE[LeaseState.DROPPED], LeaseEvent.PREPARED, (LeaseState.ENDED, ()))
 
 
 @bug
 def pages_that_differ_are_forgotten(patch: Patch) -> None:
-    actions = (LeaseMachine._end_verifying, LeaseMachine._give_up)
-    patch.setitem(LEASE[LeaseState.VERIFYING], LeaseEvent.DIFFERS, (LeaseState.ENDED, actions))
+    row = LeaseState.ENDED, (LeaseMachine._give_up,)
+    patch.setitem(LEASE[LeaseState.PREPARING], LeaseEvent.UNUSABLE, row)
 
 
 @bug

@@ -32,13 +32,13 @@ from segue.messages.kv import (
     Hello,
     KVIdentity,
     KVMessage,
-    PagesVerified,
+    PagesPrepared,
     Pong,
+    PreparePages,
     PushEnded,
     PushPages,
     ReservePages,
     Sent,
-    VerifyPages,
     WritersGone,
 )
 from segue.messages.requests import Abort, AddRequest, Finished, Handoff, Rejected, SamplingParams, pack_ids
@@ -53,6 +53,11 @@ from tests.scheduler.simulation import FakeDevice, Simulation
 
 TIMES = (0.01, 0.5, 0.5, 3.0, 11.0)  # seconds by which the clock moves
 VERSIONS_MAY_MIX = -1  # the epoch of a request that may read KV of the version before its own
+
+
+def in_pieces(entry: tuple[int, str]) -> tuple[int, str]:
+    """The KV of a position whose heads are out of order; of that, what it is in order."""
+    return ~entry[0], entry[1]
 
 
 class Device(FakeDevice):
@@ -138,7 +143,8 @@ class Worker(Simulation):
         self.applied = 0  # the last step whose result was read
         self.pushes: list[Push] = []
         self.connected: set[str] = set()  # sessions whose memory is open
-        self.comparisons: list[VerifyPages] = []  # of pages with checksums, which are to be made
+        self.unprepared: list[PreparePages] = []  # pages that have landed, and are to be made ready
+        self.has_two_ranks = False  # while it prefills; each has one of the two heads
         self.banned: set[str] = set()  # sessions that nobody may write for any more
         self.unproven: set[str] = set()  # those of them for which somebody may still write
         self.wants_commit: str | None = None  # the version that is to be committed
@@ -208,10 +214,10 @@ class Worker(Simulation):
             tokenizer="",
             dtype="",
             layers=1,
-            kv_heads=1,
+            kv_heads=2,
             head_dim=1,
             page_size=self.limits.page_size,
-            tp=1,
+            tp=2 if self.has_two_ranks and self.role == "prefill" else 1,
             num_pages=self.limits.num_pages,
             max_seq_len=self.limits.max_seq_len,
             deterministic=False,
@@ -226,13 +232,23 @@ class Worker(Simulation):
         entries = [self.device.kv.get((page, offset)) for offset in range(self.limits.page_size)]
         return zlib.crc32(repr(entries).encode())
 
-    def compare(self, command: VerifyPages) -> None:
-        """Compare pages with their checksums."""
-        self.comparisons.remove(command)
-        (sums,) = command.sums
-        found = np.array([self.crc(page) for page in command.pages], np.uint32).tobytes()
-        error = "" if found == sums.crcs else "a page differs"
-        self.machine.on_rank(PagesVerified(ticket=command.ticket, error=error), self.now)
+    def prepare(self, command: PreparePages) -> None:
+        """Put the heads of pages that came in pieces in order, and compare pages with their checksums."""
+        self.unprepared.remove(command)
+        owned = [page for _, hold in self.machine.leases.holds() for page in hold.own_pages]
+        assert set(command.pages) <= set(owned), "pages are made ready that no lease has"
+        assert len(command.pieces) in (0, 2)
+        if command.pieces:
+            for page in command.pages:
+                for offset in range(self.limits.page_size):
+                    if (entry := self.device.kv.get((page, offset))) is not None:
+                        self.device.kv[page, offset] = in_pieces(entry)
+        error = ""
+        for sums in command.sums:
+            found = np.array([self.crc(page) for page in command.pages], np.uint32).tobytes()
+            error = "" if found == sums.crcs else "a page differs"
+        event = PagesPrepared(ticket=command.ticket, error=error, reason="checksum")
+        self.machine.on_rank(event, self.now)
 
     def check_role(self) -> None:
         """Assert that there is only work of the role, that a change ends in time, and what it refuses."""
@@ -306,6 +322,7 @@ class Cluster:
         self.role_replies: list[RoleSet] = []
         self.ended: dict[str, int] = {}
         self.handoffs: dict[str, tuple[int, list[int], SamplingParams, str]] = {}  # rid -> …, prefill worker
+        self.has_two_ranks = transport == "nixl" and random.random() < 0.5  # prefill workers
         for index in range(num_prefill):
             self.spawn(f"p{index}", "prefill")
         for index in range(num_decode):
@@ -318,6 +335,7 @@ class Cluster:
         if not self.prefix:
             options["disable_prefix_cache"] = True
         worker = self.workers[name] = Worker(name, work, f"{name}#{self.num_incarnations}", **options)
+        worker.has_two_ranks = self.has_two_ranks
         worker.now = self.now
         worker.scheduler.now = self.now
         for number in range(1, self.version + 1):  # it starts with the weights that are served now
@@ -369,8 +387,8 @@ class Cluster:
                     worker.unproven.add(command.session)
                 case PushPages():
                     worker.pushes.append(Push(command))
-                case VerifyPages():
-                    worker.comparisons.append(command)
+                case PreparePages():
+                    worker.unprepared.append(command)
         connects, peers.connects = peers.connects, []
         peers.messages, peers.closes = [], []
         for address in connects:
@@ -498,7 +516,8 @@ class Cluster:
         assert owners[0].state is not LeaseState.LANDED, "a page is written after Sent"
         for offset in range(self.sizes["page_size"]):
             if (entry := source.device.kv.get((page, offset))) is not None:
-                target.device.kv[to, offset] = entry
+                is_split = source.has_two_ranks and TRAITS[self.transport].in_pieces
+                target.device.kv[to, offset] = in_pieces(entry) if is_split else entry
             else:
                 target.device.kv.pop((to, offset), None)
         if self.has_checksums and self.random.random() < 0.03:
@@ -673,7 +692,9 @@ class Cluster:
         """
         random = self.random
         kinds = ["step"] * 10 + ["deliver"] * 10 + ["move"] * 6 + ["request"] * 3 + ["time"] * 2
-        kinds += [*more, *["verify"] * 3 * self.has_checksums, "ping"]
+        # seldom where pieces are put in order, so that some requests end meanwhile
+        prepares = ["prepare"] * (1 if self.has_two_ranks else 3 * self.has_checksums)
+        kinds += [*more, *prepares, "ping"]
         if faults:
             kinds += [
                 "abort",
@@ -703,10 +724,10 @@ class Cluster:
             case "ping":
                 if open_ones := [each for each in self.connections if not each.is_cut]:
                     self.ping(random.choice(open_ones))
-            case "verify":
-                if comparing := [worker for worker in self.workers.values() if worker.comparisons]:
-                    worker = random.choice(comparing)
-                    worker.compare(random.choice(worker.comparisons))
+            case "prepare":
+                if preparing := [worker for worker in self.workers.values() if worker.unprepared]:
+                    worker = random.choice(preparing)
+                    worker.prepare(random.choice(worker.unprepared))
                     self.flush(worker)
             case "request":
                 if random.random() < 0.1:
@@ -782,8 +803,8 @@ class Cluster:
                 self.move(*movable[0])
                 moved = True
             for worker in self.workers.values():
-                while worker.comparisons:
-                    worker.compare(worker.comparisons[0])
+                while worker.unprepared:
+                    worker.prepare(worker.unprepared[0])
                     moved = True
             if not moved:
                 leaving = any(worker.is_leaving for worker in self.workers.values())

@@ -265,7 +265,7 @@ class DecodeSide(Side):
             return
         self.grant()
         match state:
-            case LeaseState.VERIFYING:
+            case LeaseState.PREPARING:
                 self.first()
                 crcs = bytes(12)
                 self.landed(sums=[HeadSums(target_rank=0, head=0, num_heads=1, crcs=crcs)])

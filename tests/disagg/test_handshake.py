@@ -207,11 +207,11 @@ def test_gpus_that_do_not_reach_each_other_use_another_transport() -> None:
     assert common_transports(source, target) == ["nixl"]
 
 
-def test_gpus_that_no_transport_joins_are_told_both_remedies() -> None:
+def test_gpus_that_do_not_reach_each_other_may_be_of_unequal_ranks() -> None:
     source = on_gpus("prefill", ["a"], ["a"], "cuda_ipc", "nixl")
     target = on_gpus("decode", ["b", "c"], ["b", "c"], "cuda_ipc", "nixl")
-    with pytest.raises(KVMismatchError, match=r"CUDA_VISIBLE_DEVICES .* nixl moves whole pages .* same --tp"):
-        compare(source, target)
+    compare(source, target)
+    assert common_transports(source, target) == ["nixl"]
 
 
 def test_a_gpu_and_a_cpu_do_not_fit() -> None:
@@ -374,19 +374,22 @@ def test_an_own_hello_over_the_limit_is_refused() -> None:
         handshake(LinkSide.ACCEPTING, hello("prefill", engine_id="x" * MAX_LARGE_MESSAGE_BYTES))
 
 
-def test_shared_memory_takes_the_place_of_nixl_between_unequal_ranks() -> None:
-    source, target = offering("prefill", "nixl", "shm"), offering("decode", "nixl", "shm")
-    wider = hello("decode", tp=2, ranks=target.ranks * 2)
-    assert common_transports(source, wider) == ["shm"]
+@pytest.mark.parametrize("kind", ["shm", "cuda_ipc", "nixl"])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (8, 2)])
+def test_every_transport_joins_unequal_ranks(kind: str, sizes: tuple[int, int]) -> None:
+    source, target = (
+        on_gpus(role, ["a"] * size, ["a"], kind)
+        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    compare(source, target)
+    assert common_transports(source, target) == [kind]
 
 
-def test_unequal_ranks_have_no_way_between_hosts() -> None:
-    target = offering("decode", "shm", "nixl")
-    wider = hello("decode", tp=2, ranks=target.ranks * 2, boot_id="host-2")
-    with pytest.raises(
-        KVMismatchError, match=r"tp is 1 here and 2 there; nixl moves whole pages .* give both the same --tp"
-    ):
-        compare(offering("prefill", "shm", "nixl"), wider)
+@pytest.mark.parametrize(("tp", "kv_heads"), [(3, 8), (1, 0), (3, 0)])
+def test_a_hello_whose_ranks_cannot_share_its_heads_contradicts_itself(tp: int, kv_heads: int) -> None:
+    theirs = hello("decode", kv_heads=kv_heads, tp=tp, ranks=hello("decode").ranks * tp)
+    with pytest.raises(KVProtocolError, match=f"tp={tp} and kv_heads={kv_heads}; one of the two must divide"):
+        compare(hello("prefill"), theirs)
 
 
 def test_two_hosts_without_nixl_are_told_how_to_get_it() -> None:

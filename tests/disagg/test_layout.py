@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segue.disagg.layout import HeadRoute, PageShape, heads_of, plan, row_runs
+from segue.disagg.layout import (
+    HeadRoute,
+    PageShape,
+    fits,
+    heads_of,
+    piece_span,
+    plan,
+    row_runs,
+    split_routes,
+)
 from segue.distributed.info import TPInfo
 from segue.errors import TensorParallelError, TransportError
 from segue.models.config import ModelConfig
@@ -19,10 +28,6 @@ from segue.models.sharding import shard
 SIZES, KV_HEADS = (1, 2, 4, 8), (1, 2, 3, 4, 8)
 LAYERS, PAGE_SIZE, HEAD_BYTES = 2, 3, 4
 SHAPE = PageShape(num_layers=LAYERS, page_size=PAGE_SIZE, num_heads=4, head_bytes=HEAD_BYTES)
-
-
-def fits(tp: int, kv_heads: int) -> bool:
-    return kv_heads % tp == 0 or tp % kv_heads == 0
 
 
 CASES = [
@@ -98,6 +103,30 @@ def test_routes_make_the_pages_that_the_decode_ranks_would_have_computed(
         assert np.array_equal(pages[rank], page_of(rank, d_tp, kv_heads))
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp", "kv_heads"), [*CASES, (2, 3, 6), (3, 2, 6)])
+def test_the_pieces_of_a_page_fill_it_in_the_order_of_their_heads(
+    p_tp: int, d_tp: int, kv_heads: int
+) -> None:
+    for rank in range(d_tp):
+        shape = replace(SHAPE, num_heads=len(heads_of(rank, d_tp, kv_heads)))
+        routes = [route for route in plan(p_tp, d_tp, kv_heads) if route.target_rank == rank]
+        end, arrived = 0, []
+        for route in routes:
+            span = piece_span(route, shape)
+            assert span.start == end
+            end += span.num_bytes
+            source = page_of(route.source_rank, p_tp, kv_heads)
+            arrived.append(source[:, route.source_head :][:, : route.num_heads].tobytes())
+            assert len(arrived[-1]) == span.num_bytes
+            if route.has_whole_source(replace(SHAPE, num_heads=source.shape[1])):
+                assert arrived[-1] == source.tobytes(), "the page is the piece"
+        assert end == shape.page_bytes
+        is_whole = b"".join(arrived) == page_of(rank, d_tp, kv_heads).tobytes()
+        split = [route for route in split_routes(p_tp, d_tp, kv_heads) if route.target_rank == rank]
+        assert split == ([] if len(routes) == 1 else routes)
+        assert is_whole == (not split), "only what comes from several ranks is out of order"
+
+
 @pytest.mark.parametrize(("p_tp", "d_tp", "kv_heads"), CASES)
 def test_two_ranks_have_at_most_one_route(p_tp: int, d_tp: int, kv_heads: int) -> None:
     pairs = [(route.source_rank, route.target_rank) for route in plan(p_tp, d_tp, kv_heads)]
@@ -108,6 +137,11 @@ def test_two_ranks_have_at_most_one_route(p_tp: int, d_tp: int, kv_heads: int) -
 def test_a_size_that_does_not_fit_the_heads_is_refused(p_tp: int, d_tp: int) -> None:
     with pytest.raises(TransportError, match="tensor-parallel size 2 does not fit 3 KV heads"):
         plan(p_tp, d_tp, kv_heads=3)
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(0, 8), (8, 0), (-1, 8), (3, 8), (6, 4)])
+def test_sizes_that_do_not_fit(tp: int, kv_heads: int) -> None:
+    assert not fits(tp, kv_heads)
 
 
 def test_equal_sizes_send_whole_pages() -> None:

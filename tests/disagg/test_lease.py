@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec import structs
@@ -22,14 +22,16 @@ from segue.disagg.lease_machine import LEASE
 from segue.disagg.peers import ProtocolViolation
 from segue.messages.kv import (
     Claim,
+    Gone,
     Grant,
+    HeadPiece,
     HeadSums,
     KVIdentity,
-    PagesVerified,
+    PagesPrepared,
+    PreparePages,
     PromptLogprobs,
     Pushed,
     Revoke,
-    VerifyPages,
 )
 from segue.messages.requests import TokenLogprob, pack_ids
 from tests.disagg.sides import ADDRESS, HASH, NUM_TOKENS, V1, VOCAB_SIZE, DecodeSide, first
@@ -40,15 +42,15 @@ NO_PAGES = "it has no pages"
 NOT_SENT = "what comes in this state is refused by `Leases.on_sent`"
 NOT_LEFT = "it is the lease of a request that awaits its KV: another one has `LINK_BACK`"
 NO_WRITERS = "`WRITERS_GONE` is for leases that have left their request"
-NO_SUMS = "nothing is compared"
+NOT_RAW = "the own ranks have nothing to make ready"
 NO_KV = "it has no KV whose weights would count"
 NO_REQUEST = "it has left its request"
 NO_LINK = "no connection is open, over which it could come or which could be lost"
 IMPOSSIBLE = {
     "CLAIMED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NOT_SENT,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NOT_SENT,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
         "ROOM": NO_LEASE,
@@ -60,9 +62,9 @@ IMPOSSIBLE = {
         "ADOPTED": NO_PAGES,
     },
     "QUEUED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NOT_SENT,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NOT_SENT,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
@@ -73,8 +75,8 @@ IMPOSSIBLE = {
         "ADOPTED": NO_PAGES,
     },
     "GRANTED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
@@ -83,11 +85,11 @@ IMPOSSIBLE = {
         "WRITERS_GONE": NO_WRITERS,
         "ADOPTED": "its pages are not all written",
     },
-    "VERIFYING": {
+    "PREPARING": {
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "ROOM": "it has pages",
         "SENT": NOT_SENT,
-        "SENT_SUMS": NOT_SENT,
+        "SENT_RAW": NOT_SENT,
         "GONE": "it is ignored by `Leases.on_gone`",
         "GONE_AGAIN": "it is ignored by `Leases.on_gone`",
         "SILENT": "nothing more has to come",
@@ -95,12 +97,26 @@ IMPOSSIBLE = {
         "WRITERS_GONE": NO_WRITERS,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
-        "ADOPTED": "its pages are not compared",
+        "ADOPTED": "its pages are not ready",
+    },
+    "DROPPED": {
+        "RESERVE": NO_REQUEST,
+        "ROOM": NO_REQUEST,
+        "SENT": NOT_SENT,
+        "SENT_RAW": NOT_SENT,
+        "GONE": "it is ignored by `Leases.on_gone`",
+        "GONE_AGAIN": "it is ignored by `Leases.on_gone`",
+        "UNWANTED": NO_REQUEST,
+        "WANTED_BACK": NO_REQUEST,
+        "SILENT": "nothing more has to come",
+        "NEWER": NO_KV,
+        "COMMITTED": NO_KV,
+        "ADOPTED": NO_REQUEST,
     },
     "LANDED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NOT_SENT,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NOT_SENT,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "ROOM": "it has pages",
         "SENT": NOT_SENT,
@@ -111,9 +127,9 @@ IMPOSSIBLE = {
         "WRITERS_GONE": NO_WRITERS,
     },
     "AHEAD": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NOT_SENT,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NOT_SENT,
         "RESERVE": "a second one is refused by `Leases.on_reserve`",
         "ROOM": "it has pages",
         "SENT": NOT_SENT,
@@ -125,9 +141,9 @@ IMPOSSIBLE = {
         "ADOPTED": "it waits for weights",
     },
     "REVOKED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NO_REQUEST,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NO_REQUEST,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
         "RESERVE": NO_REQUEST,
@@ -138,9 +154,9 @@ IMPOSSIBLE = {
         "ADOPTED": NO_REQUEST,
     },
     "QUARANTINED": {
-        "VERIFIED": NO_SUMS,
-        "DIFFERS": NO_SUMS,
-        "SENT_SUMS": NO_REQUEST,
+        "PREPARED": NOT_RAW,
+        "UNUSABLE": NOT_RAW,
+        "SENT_RAW": NO_REQUEST,
         "NEWER": NO_KV,
         "COMMITTED": NO_KV,
         "RESERVE": NO_REQUEST,
@@ -674,52 +690,103 @@ def test_pages_that_wait_for_weights_are_wanted_back(ahead: DecodeSide, is_wante
     assert ahead.port.given_up == ([("r1", "version")] if is_wanted else [])
 
 
-# --- checksums ---
+# --- pages that the own ranks make ready ---
 
+Reason = Literal["checksum", "transport"]
 SUMS = [HeadSums(target_rank=0, head=0, num_heads=1, crcs=bytes(12))]
+PIECES = [HeadPiece(target_rank=1, head=head, num_heads=1) for head in range(2)]
 
 
 @pytest.fixture
-def verifying(side: DecodeSide) -> DecodeSide:
-    side.reach(S.VERIFYING)
+def preparing(side: DecodeSide) -> DecodeSide:
+    side.reach(S.PREPARING)
     return side
 
 
-def verified(side: DecodeSide, error: str = "", ticket: int = 1) -> None:
-    side.leases.verified(PagesVerified(ticket=ticket, error=error), 0.0)
+def prepared(side: DecodeSide, error: str = "", reason: Reason = "checksum") -> None:
+    side.leases.prepared(PagesPrepared(ticket=1, error=error, reason=reason), 0.0)
 
 
-def test_pages_with_checksums_are_compared_by_every_rank(verifying: DecodeSide) -> None:
-    assert verifying.peers.commands == [VerifyPages(ticket=1, pages=[21, 22, 23], sums=SUMS)]
-    verified(verifying)
-    assert verifying.leases.landed == [], "the other rank has not answered"
-    verified(verifying)
-    assert verifying.leases.landed == [verifying.lease]
+def test_pages_with_checksums_are_compared_by_every_rank(preparing: DecodeSide) -> None:
+    assert preparing.peers.commands == [PreparePages(ticket=1, pages=[21, 22, 23], pieces=[], sums=SUMS)]
+    prepared(preparing)
+    assert preparing.leases.landed == [], "the other rank has not answered"
+    prepared(preparing)
+    assert preparing.leases.landed == [preparing.lease]
 
 
-def test_pages_that_differ_are_not_used(verifying: DecodeSide) -> None:
-    verified(verifying, "page 22 differs")
-    assert verifying.port.given_up == [("r1", "checksum")] and verifying.port.home == [21, 22, 23]
-    verified(verifying)
-    assert list(verifying.leases) == []
+def test_pages_that_come_in_pieces_are_put_in_order_before_they_are_used(side: DecodeSide) -> None:
+    side.peers.open["p0"].pieces = PIECES
+    side.reach(S.PREPARING)
+    assert side.peers.commands == [PreparePages(ticket=1, pages=[21, 22, 23], pieces=PIECES, sums=SUMS)]
+
+
+def test_pieces_without_checksums_are_put_in_order_too(side: DecodeSide) -> None:
+    side.peers.open["p0"].pieces = PIECES
+    side.reach(S.GRANTED)
+    side.first()
+    side.landed()
+    assert side.peers.commands == [PreparePages(ticket=1, pages=[21, 22, 23], pieces=PIECES, sums=[])]
+    assert side.leases.landed == []
+
+
+@pytest.mark.parametrize("order", [("page 22 differs", ""), ("", "page 22 differs")], ids=["first", "last"])
+@pytest.mark.parametrize("reason", ["checksum", "transport"])
+def test_pages_that_are_unusable_come_home_when_every_rank_has_answered(
+    preparing: DecodeSide, order: tuple[str, str], reason: Reason
+) -> None:
+    prepared(preparing, order[0], reason)
+    assert preparing.port.home == [] and preparing.state == "PREPARING", "the other rank may write to them"
+    prepared(preparing, order[1], reason)
+    assert preparing.port.given_up == [("r1", reason)] and preparing.port.home == [21, 22, 23]
+    assert list(preparing.leases) == []
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_pages_that_are_compared_can_be_given_up(verifying: DecodeSide, is_wanted: bool) -> None:
+@pytest.mark.parametrize("error", ["", "page 22 differs"])
+def test_pages_that_are_given_up_come_home_when_every_rank_has_answered(
+    preparing: DecodeSide, is_wanted: bool, error: str
+) -> None:
     if is_wanted:
-        verifying.leases.take_back_all("memory", 0.0)
+        preparing.leases.take_back_all("memory", 0.0)
     else:
-        verifying.leases.cancel(1, 0.0)
-    verified(verifying, "page 22 differs")
-    assert verifying.port.home == [21, 22, 23] and len(verifying.port.given_up) == is_wanted
+        preparing.leases.cancel(1, 0.0)
+    assert preparing.state == "DROPPED" and preparing.leases.active == {}
+    assert preparing.lease.is_kept_for_a_while, "its pages do not count as lost"
+    prepared(preparing, error)
+    assert preparing.port.home == [], "the other rank may write to them"
+    prepared(preparing)
+    assert preparing.port.home == [21, 22, 23] and len(preparing.port.given_up) == is_wanted
+    assert list(preparing.leases) == [] and preparing.sent("p0") == []
 
 
-def test_pages_are_compared_without_a_connection(verifying: DecodeSide) -> None:
-    verifying.cut()
-    assert verifying.state == "VERIFYING"
+@pytest.mark.parametrize("state", ["PREPARING", "DROPPED"])
+def test_the_own_ranks_need_no_connection_and_no_last_word(preparing: DecodeSide, state: str) -> None:
+    if state == "DROPPED":
+        preparing.leases.cancel(1, 0.0)
+    preparing.gone()
+    preparing.cut()
+    preparing.connect()
+    preparing.leases.writers_gone("s1", 0.0)
+    assert preparing.state == state and preparing.port.home == []
+    with pytest.raises(ProtocolViolation, match=f"Sent for handoff 1 in the state {state}"):
+        preparing.landed()
 
 
-def test_pages_that_nobody_wants_any_more_are_not_compared(side: DecodeSide) -> None:
+def test_pages_that_are_given_up_make_no_peer_suspect(side: DecodeSide) -> None:
+    side.reach(S.PREPARING)
+    side.leases.cancel(1, 0.0)
+    other = side.new_lease(2)
+    side.leases.claim(other, 0.0)
+    other.number, other.state = 8, S.QUEUED
+    side.grant()
+    side.leases.cancel(2, 100.0)
+    side.leases.on_gone("p0", Gone(handoff=2, lease=8, reason="withdrawn"), 101.0)
+    assert side.state == "DROPPED" and not side.peers.open["p0"].is_suspect
+
+
+def test_pages_that_nobody_wants_any_more_are_not_prepared(side: DecodeSide) -> None:
+    side.peers.open["p0"].pieces = PIECES
     side.reach(S.REVOKED)
     side.landed(sums=SUMS)
     assert side.peers.commands == [] and side.port.home == [21, 22, 23]

@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from segue.disagg.checksums import checksums_of
 from segue.disagg.layout import HeadRoute
 from segue.disagg.mover import Mover, PageReceiver
 from segue.disagg.page_sender import PageSender
+from segue.disagg.preparer import PagePreparer
 from segue.disagg.transports.base import Peer, Writer
 from segue.disagg.transports.export import PoolExport
+from segue.disagg.transports.pieces import head_mover
 from segue.disagg.transports.push import PushTransport
 from segue.disagg.transports.shm import HostPages
-from segue.disagg.verifier import PageVerifier, checksums_of
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import shared
 from segue.messages.kv import (
@@ -62,8 +64,8 @@ class DecodeRank:
         self.events: list[KVEvent] = []
         self.gone_writers: list[Writer] = []
         receiver = PageReceiver(self._export, self.events.append)
-        verifier = PageVerifier(checksums_of(self.pool), self.events.append, rank=rank)
-        self.mover = Mover(None, receiver, verifier=verifier)
+        preparer = PagePreparer(head_mover(self.pool), checksums_of(self.pool), self.events.append, rank=rank)
+        self.mover = Mover(None, receiver, preparer=preparer)
 
     def _export(self, on_writer_gone: Callable[[Writer], None]) -> PoolExport:
         def note(writer: Writer) -> None:

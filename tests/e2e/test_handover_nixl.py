@@ -60,15 +60,28 @@ def test_a_batch(pair: Pair) -> None:
     assert pair.num_adopted == len(prompts)
 
 
-@pytest.mark.slow
-def test_engines_of_two_ranks(tiny_model: Path) -> None:
-    pair = Pair(tiny_model, tp=(2, 2), pd_transport="nixl")
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (2, 2), (4, 2)))],
+    ids=str,
+)
+def test_engines_of_several_ranks(tiny_model: Path, sizes: tuple[int, int]) -> None:
+    """Each rank gets its heads of each page, whose bytes are those that the prefill ranks had."""
+    pair = Pair(tiny_model, tp=sizes, pd_transport="nixl", pd_checksum=True)
     try:
-        whole, (_, decoded) = (
-            each(input_ids=ids(41), sampling_params=greedy(6)) for each in (pair.whole.generate, pair.split)
-        )
-        assert decoded["output_ids"] == whole["output_ids"]
-        assert pair.handover(pair.decode)["num_adopted"] == 1
+        for count in (PAGE_SIZE, 41):
+            call = {"input_ids": ids(count, seed=count), "sampling_params": greedy(6)}
+            whole, (_, decoded) = (
+                each(**call, return_logprob=True) for each in (pair.whole.generate, pair.split)
+            )
+            assert decoded["output_ids"] == whole["output_ids"]
+            one, two = (
+                [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+                for reply in (whole, decoded)
+            )
+            assert two == pytest.approx(one, abs=1e-5)  # ranks add in another order
+        assert pair.handover(pair.decode)["num_adopted"] == 2
+        assert pair.handover(pair.decode)["recomputed"] == {}
     finally:
         pair.close()
 

@@ -12,6 +12,8 @@ import pytest
 
 from segue.disagg.lease import LOST_S
 from segue.disagg.transports.nixl_agent import has_nixl
+from tests.e2e import test_handover_faults as by_shared_memory
+from tests.e2e.served import Served
 from tests.e2e.test_handover_faults import TwoEngines, load, results
 
 pytestmark = [
@@ -21,12 +23,30 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
+class UnequalEngines(TwoEngines):
+    """A prefill engine of two ranks: each sends a piece of every page of the decode engine."""
+
+    def start(self, role: str, *options: str) -> Served:
+        """Start an engine. Ranks add in another order, so the bits of the two cannot be equal."""
+        self.options = [each for each in self.options if each != "--deterministic"]
+        return super().start(role, f"--tp={2 if role == 'prefill' else 1}", *options)
+
+
+@pytest.fixture(scope="module", params=[TwoEngines, UnequalEngines], ids=["equal ranks", "unequal ranks"])
+def engines(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TwoEngines]:
     changes: dict[str, Any] = {"pd-transport": "nixl"}
-    engines = TwoEngines(tiny_model, tmp_path_factory.mktemp("logs"), **changes)
+    engines: TwoEngines = request.param(tiny_model, tmp_path_factory.mktemp("logs"), **changes)
     yield engines
     engines.close()
+
+
+# With the engines above; with unequal ranks, pages are given up while their heads are put in order.
+test_requests_are_aborted_at_any_moment = by_shared_memory.test_requests_are_aborted_at_any_moment
+test_an_engine_is_paused_while_requests_are_under_way = (
+    by_shared_memory.test_an_engine_is_paused_while_requests_are_under_way
+)
 
 
 def test_the_link_is_cut_and_comes_back(engines: TwoEngines) -> None:

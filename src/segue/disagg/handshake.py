@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from segue.disagg.frames import printable
+from segue.disagg.layout import fits
 from segue.disagg.transports.choice import TRAITS, TransportTraits
 from segue.errors import (
     KVKeyError,
@@ -204,6 +205,10 @@ def compare(ours: Hello, theirs: Hello) -> None:
         raise KVProtocolError(
             f"Hello has tp={theirs.tp} and addresses of {len(theirs.ranks)} ranks; it must have one per rank"
         )
+    if not fits(theirs.tp, theirs.kv_heads):
+        raise KVProtocolError(
+            f"Hello has tp={theirs.tp} and kv_heads={theirs.kv_heads}; one of the two must divide the other"
+        )
     if problems := list(_problems(ours, theirs)):
         names = f"{short_repr(ours.engine_id)} here and {short_repr(theirs.engine_id)} there"
         raise KVMismatchError(f"the workers {names} do not fit together: {'. '.join(problems)}")
@@ -231,19 +236,14 @@ def _problems(ours: Hello, theirs: Hello) -> Iterator[str]:
 
 def _transport_problems(source: Hello, target: Hello, ours: Hello, theirs: Hello) -> Iterator[str]:
     """Yields why ``source`` has no way of writing into ``target``'s KV pools; these are the two workers."""
-    if kinds := _shared_kinds(source, target):
-        for kind in kinds:
-            if TRAITS[kind].peer_access and (hidden := _unreachable(source, target)):
-                reached = [rank.reaches for rank in source.ranks]
-                yield (
-                    f"the GPUs of {short_repr(target.engine_id)} are {short_repr(hidden)}, and those that "
-                    f"the ranks of {short_repr(source.engine_id)} can write to are {short_repr(reached)}; "
-                    "start each with CUDA_VISIBLE_DEVICES that lists the GPUs of both, its own first, and "
-                    "use GPUs with peer access to each other"
-                )
-            else:
-                rule = f"{kind} moves whole pages between equal ranks; give both the same --tp"
-                yield _difference("tp", ours.tp, theirs.tp, rule)
+    if _shared_kinds(source, target):  # all of these need access to a peer's GPU
+        hidden, reached = _unreachable(source, target), [rank.reaches for rank in source.ranks]
+        yield (
+            f"the GPUs of {short_repr(target.engine_id)} are {short_repr(hidden)}, and those that the ranks "
+            f"of {short_repr(source.engine_id)} can write to are {short_repr(reached)}; start each with "
+            "CUDA_VISIBLE_DEVICES that lists the GPUs of both, its own first, and use GPUs with peer access "
+            "to each other"
+        )
         return
     rule = "they have no transport in common; give both the same --device and --pd-transport"
     if ours.boot_id != theirs.boot_id:
@@ -284,8 +284,7 @@ def _shared_kinds(source: Hello, target: Hello) -> list[str]:
 
 def _joins(traits: TransportTraits, source: Hello, target: Hello) -> bool:
     """Whether a kind that joins the hosts of two workers joins their ranks too."""
-    has_access = not traits.peer_access or not _unreachable(source, target)
-    return has_access and (source.tp == target.tp or traits.any_heads)
+    return not traits.peer_access or not _unreachable(source, target)
 
 
 def _unreachable(source: Hello, target: Hello) -> list[str]:

@@ -3,11 +3,16 @@
 A page is ``[num_layers, 2, page_size, num_heads, head_dim]`` on each rank (``kvcache/pool.py``), where the
 heads are a contiguous range of the model's. A row is the heads of one token, key or value, in one layer. So
 what one rank sends to another is one range of heads in every row.
+
+A transport either writes these ranges where they belong, row by row, or it sends them as *pieces*. A piece is
+the range of all rows of a page, one row behind the other. The pieces of a page lie behind each other in the
+order of their heads, and fill it, because the ranges do. The reader then puts the heads in order in the page.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from segue.errors import TransportError
 
@@ -42,6 +47,10 @@ class HeadRoute:
     target_head: int  # where it goes
     num_heads: int
 
+    def has_whole_source(self, source: PageShape) -> bool:
+        """Whether the heads are all of the source's, so that its page is the piece."""
+        return self.num_heads == source.num_heads
+
     def covers(self, source: PageShape, target: PageShape) -> bool:
         """Whether the heads are all heads of both ranks, so that whole pages are sent."""
         return self.num_heads == source.num_heads == target.num_heads
@@ -64,6 +73,20 @@ class HeadRoute:
                     f"the route needs the KV heads {first} to {first + self.num_heads - 1} of {rank}, which "
                     f"has {shape.num_heads}. Plan routes with the tensor-parallel sizes of the two workers"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSpan:
+    """Where the piece of a route lies within a page of the target, in bytes."""
+
+    start: int
+    num_bytes: int
+
+
+def piece_span(route: HeadRoute, target: PageShape) -> PieceSpan:
+    """Return where a route's piece goes, behind those of the heads before it."""
+    per_head = target.num_rows * target.head_bytes
+    return PieceSpan(start=route.target_head * per_head, num_bytes=route.num_heads * per_head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +123,11 @@ def heads_of(rank: int, tp: int, kv_heads: int) -> range:
     return range(first, first + max(1, kv_heads // tp))
 
 
+def fits(tp: int, kv_heads: int) -> bool:
+    """Whether so many ranks can share so many KV heads: one number divides the other one."""
+    return tp > 0 and kv_heads > 0 and not (kv_heads % tp and tp % kv_heads)
+
+
 def plan(p_tp: int, d_tp: int, kv_heads: int) -> tuple[HeadRoute, ...]:
     """Return the routes from ``p_tp`` prefill ranks to ``d_tp`` decode ranks, by target and head.
 
@@ -110,7 +138,7 @@ def plan(p_tp: int, d_tp: int, kv_heads: int) -> tuple[HeadRoute, ...]:
         TransportError: a tensor-parallel size is neither a divisor nor a multiple of ``kv_heads``.
     """
     for tp in (p_tp, d_tp):
-        if kv_heads % tp and tp % kv_heads:
+        if not fits(tp, kv_heads):
             raise TransportError(
                 f"tensor-parallel size {tp} does not fit {kv_heads} KV heads: it must be a divisor or a "
                 "multiple of their number. Start the worker with another --tp"
@@ -132,3 +160,17 @@ def plan(p_tp: int, d_tp: int, kv_heads: int) -> tuple[HeadRoute, ...]:
                 )
                 routes.append(route)
     return tuple(routes)
+
+
+@lru_cache(maxsize=64)
+def split_routes(p_tp: int, d_tp: int, kv_heads: int) -> tuple[HeadRoute, ...]:
+    """Return the routes to decode ranks whose heads come from several prefill ranks, in the order of `plan`.
+
+    Raises:
+        TransportError: as `plan`.
+    """
+    routes = plan(p_tp, d_tp, kv_heads)
+    counts = [0] * d_tp
+    for route in routes:
+        counts[route.target_rank] += 1
+    return tuple(route for route in routes if counts[route.target_rank] > 1)

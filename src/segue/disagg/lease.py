@@ -1,12 +1,14 @@
 """Leases: the pages that a decode worker lets a prefill worker write.
 
     CLAIMED -> QUEUED -> GRANTED -> LANDED -> ENDED          GRANTED -> REVOKED -> ENDED
-                                    LANDED <-> AHEAD          GRANTED -> VERIFYING -> LANDED
+                                    LANDED <-> AHEAD          GRANTED -> PREPARING -> LANDED
+                                                              PREPARING -> DROPPED -> ENDED
 
 A lease begins when a request that awaits its KV claims it. From GRANTED on, the prefill worker may write to
 its pages at any time. So they are freed only after the prefill worker's last word (``Sent`` or ``Gone``), or
-once nobody can write for the lost connection any more. A lease may therefore outlive its request. Its pages
-become the request's only when they have landed and the scheduler adopts the request.
+once nobody can write for the lost connection any more. In the same way, pages that the own ranks make ready
+are freed only once all of these have answered. A lease may therefore outlive its request. Its pages become
+the request's only when they have landed and the scheduler adopts the request.
 
 The table of all states and events is `LEASE` in `segue.disagg.lease_machine`.
 """
@@ -20,7 +22,7 @@ from typing import Literal, Protocol
 
 from segue.disagg.offer import HeldPages
 from segue.disagg.recent import TimedEvent
-from segue.messages.kv import First, GoneReason, KVIdentity, RevokeReason, Sent
+from segue.messages.kv import First, GoneReason, HeadPiece, KVIdentity, RevokeReason, Sent
 from segue.messages.requests import TokenLogprob
 
 SILENT_S = 10.0  # how long a lease may make no progress before its pages are taken back
@@ -44,7 +46,9 @@ class LeaseState(Enum):
     CLAIMED = auto()  # it holds nothing
     QUEUED = auto()  # pages were asked for
     GRANTED = auto()  # the prefill worker may write to its pages
-    VERIFYING = auto()  # all pages are written, and compared with their checksums
+    # All pages are written, and the own ranks make them ready: they put pieces in order, compare checksums.
+    PREPARING = auto()
+    DROPPED = auto()  # the same, and nobody wants the pages any more
     LANDED = auto()  # all pages are written, and the first token is known
     AHEAD = auto()  # the same, with KV of weights that an update of this worker is about to commit
     REVOKED = auto()  # the pages are wanted back; the prefill worker has not said its last word
@@ -58,9 +62,9 @@ class LeaseEvent(Enum):
     RESERVE = auto()
     ROOM = auto()  # there are pages and a request slot for it
     SENT = auto()
-    SENT_SUMS = auto()  # the same as SENT, with checksums of the pages
-    VERIFIED = auto()  # the pages have their checksums
-    DIFFERS = auto()  # a page has another checksum
+    SENT_RAW = auto()  # the same as SENT, but the own ranks have to make the pages ready
+    PREPARED = auto()  # they have done so
+    UNUSABLE = auto()  # they have ended, and a page differs from what was sent, or a rank has failed
     GONE = auto()
     GONE_AGAIN = auto()  # the prefill worker computes the KV again, and the claim stands
     UNWANTED = auto()  # the request has ended, or computes the prompt itself
@@ -88,9 +92,10 @@ class Lease:
     peer: str | None = None  # incarnation of the prefill worker; None: no connection to it is open yet
     session: str = ""  # the connection that it was claimed over
     transport: str = ""  # the kind by which its pages come
+    pieces: list[HeadPiece] = field(default_factory=list)  # as which heads of its pages come
     number: int = 0  # that the prefill worker gave it; 0: none yet
     deadline: float = inf
-    revoked_at: float = 0.0
+    revoked_at: float = inf
     left_at: float = inf  # when its request gave it up, and its pages stayed
     hold: HeldPages | None = None  # its pages, with those of this worker's prefix cache that it begins with
     # what the prefill worker has said
@@ -98,8 +103,8 @@ class Lease:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens, in parts
     num_parts: int = 0
     sent: Sent | None = None
-    ticket: int = 0  # VERIFYING: the number of the comparison
-    num_verifying: int = 0  # VERIFYING: own ranks that have not answered
+    num_unprepared: int = 0  # PREPARING, DROPPED: own ranks that have not answered
+    is_unusable: bool = False  # one of them cannot make the pages ready, or has found a difference
     # (old, new) of each commit of weights on this worker since the pages were granted
     commits: list[tuple[KVIdentity, KVIdentity]] = field(default_factory=list)
     revoke_reason: RevokeReason = "ended"  # why it is revoked, if it is
@@ -110,8 +115,9 @@ class Lease:
 
     @property
     def is_kept_for_a_while(self) -> bool:
-        """Whether its connection is lost, and its pages come home at a known time even without proof."""
-        return self.state is LeaseState.QUARANTINED and self.deadline < inf
+        """Whether its request has left it, and its pages come home after a while whatever the writer does."""
+        is_known = self.state is LeaseState.QUARANTINED and self.deadline < inf
+        return is_known or self.state is LeaseState.DROPPED
 
 
 class LeasePort(Protocol):

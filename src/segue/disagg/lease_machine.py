@@ -22,8 +22,11 @@ from segue.disagg.lease import (
 from segue.disagg.peers import Peers
 from segue.disagg.recent import RecentHandovers, note
 from segue.disagg.transports.choice import TRAITS
-from segue.messages.kv import Claim, Grant, Revoke, VerifyPages
+from segue.messages.kv import Claim, Grant, PreparePages, Revoke
 from segue.messages.requests import pack_ids
+
+# The request of such a lease has ended or goes on without it, and its pages cannot be freed yet.
+LEAVING = (LeaseState.REVOKED, LeaseState.QUARANTINED, LeaseState.DROPPED)
 
 
 class LeaseMachine:
@@ -33,13 +36,13 @@ class LeaseMachine:
         """``num_ranks`` is this worker's number of tensor-parallel ranks."""
         self._num_ranks = num_ranks
         self._num_tickets = 0
-        self.by_ticket: dict[int, Lease] = {}  # those whose pages are compared with their checksums
+        self.by_ticket: dict[int, Lease] = {}  # those whose pages the own ranks make ready
         self._target = target
         self._peers = peers
         self.active: dict[int, Lease] = {}  # by handoff: those whose request awaits its KV
         self.leaving: dict[
             tuple[str, int, int], Lease
-        ] = {}  # by (peer, handoff, number): REVOKED, QUARANTINED
+        ] = {}  # by (peer, handoff, number): those in a state of LEAVING
         self.reconnect_at = inf
         self.recent = RecentHandovers("decode")
 
@@ -60,6 +63,7 @@ class LeaseMachine:
     def send_claim(self, lease: Lease, incarnation: str, now: float) -> None:
         peer = self._peers.open[incarnation]
         lease.peer, lease.session, lease.transport = incarnation, peer.session, peer.transport
+        lease.pieces = peer.pieces
         if peer.is_suspect:
             lease.gone_reason = "suspect"
             self.apply(lease, LeaseEvent.GONE, now)
@@ -86,7 +90,7 @@ class LeaseMachine:
 
     def _move(self, lease: Lease, now: float) -> None:
         """Put a lease where leases of its state are kept; call it for every change of the state."""
-        if lease.state in (LeaseState.REVOKED, LeaseState.QUARANTINED, LeaseState.ENDED):
+        if lease.state in (*LEAVING, LeaseState.ENDED):
             if self.active.get(lease.handoff) is lease:
                 del self.active[lease.handoff]
             key = (lease.peer or "", lease.handoff, lease.number)
@@ -179,21 +183,22 @@ class LeaseMachine:
     def _trust(self, lease: Lease, now: float) -> None:
         """The last word has come: the peer is not suspect any more, unless it owes another one."""
         if lease.peer is not None and (peer := self._peers.open.get(lease.peer)) is not None:
-            late = (each for each in self.leaving.values() if each.peer == lease.peer)
-            peer.is_suspect = any(now >= each.revoked_at + SILENT_S for each in late)
+            late = (each.revoked_at + SILENT_S for each in self.leaving.values() if each.peer == lease.peer)
+            peer.is_suspect = any(now >= deadline for deadline in late)
 
-    def _verify(self, lease: Lease, now: float) -> None:
-        """Have the own ranks compare the pages with their checksums."""
-        assert lease.hold is not None and lease.sent is not None
+    def _prepare(self, lease: Lease, now: float) -> None:
+        """Have the own ranks make the pages ready; none is freed before all ranks have answered."""
+        assert lease.peer is not None and lease.hold is not None and lease.sent is not None
         self._num_tickets += 1
-        lease.ticket, lease.num_verifying = self._num_tickets, self._num_ranks
-        self.by_ticket[lease.ticket] = lease
-        command = VerifyPages(ticket=lease.ticket, pages=lease.hold.own_pages, sums=lease.sent.sums)
+        lease.num_unprepared = self._num_ranks
+        self.by_ticket[self._num_tickets] = lease
+        command = PreparePages(
+            ticket=self._num_tickets,
+            pages=lease.hold.own_pages,
+            pieces=lease.pieces,
+            sums=lease.sent.sums,
+        )
         self._peers.commands.append(command)
-
-    def _end_verifying(self, lease: Lease, now: float) -> None:
-        """Ignore the answers that still come."""
-        del self.by_ticket[lease.ticket]
 
     def _await_weights(self, lease: Lease, now: float) -> None:
         """Wait for this worker's own commit, once for each lease."""
@@ -233,7 +238,7 @@ LEASE: dict[LeaseState, dict[LeaseEvent, tuple[LeaseState, tuple[Action, ...]]]]
     },
     _S.GRANTED: {
         _E.SENT: (_S.LANDED, ()),
-        _E.SENT_SUMS: (_S.VERIFYING, (_M._verify,)),
+        _E.SENT_RAW: (_S.PREPARING, (_M._prepare,)),
         _E.GONE: (_S.ENDED, (_M._free, _M._give_up)),
         _E.GONE_AGAIN: (_S.CLAIMED, (_M._free, _M._forget_number)),
         _E.UNWANTED: (_S.REVOKED, (_M._revoke_final, _M._await_last_word)),
@@ -241,12 +246,19 @@ LEASE: dict[LeaseState, dict[LeaseEvent, tuple[LeaseState, tuple[Action, ...]]]]
         _E.SILENT: (_S.REVOKED, (_M._revoke_final, _M._await_last_word, _M._give_up)),
         _E.LINK_LOST: (_S.QUARANTINED, (_M._reconnect, _M._await_silence, _M._give_up)),
     },
-    _S.VERIFYING: {
-        _E.VERIFIED: (_S.LANDED, (_M._end_verifying,)),
-        _E.DIFFERS: (_S.ENDED, (_M._end_verifying, _M._free, _M._give_up)),
-        _E.UNWANTED: (_S.ENDED, (_M._end_verifying, _M._free)),
-        _E.WANTED_BACK: (_S.ENDED, (_M._end_verifying, _M._free, _M._give_up)),
-        _E.LINK_LOST: (_S.VERIFYING, ()),
+    _S.PREPARING: {
+        _E.PREPARED: (_S.LANDED, ()),
+        _E.UNUSABLE: (_S.ENDED, (_M._free, _M._give_up)),
+        _E.UNWANTED: (_S.DROPPED, ()),
+        _E.WANTED_BACK: (_S.DROPPED, (_M._give_up,)),
+        _E.LINK_LOST: (_S.PREPARING, ()),
+    },
+    _S.DROPPED: {
+        _E.PREPARED: (_S.ENDED, (_M._free,)),
+        _E.UNUSABLE: (_S.ENDED, (_M._free,)),
+        _E.LINK_LOST: (_S.DROPPED, ()),
+        _E.LINK_BACK: (_S.DROPPED, ()),
+        _E.WRITERS_GONE: (_S.DROPPED, ()),
     },
     _S.LANDED: {
         _E.ADOPTED: (_S.ENDED, ()),

@@ -18,7 +18,7 @@ from segue.messages.kv import (
     First,
     Gone,
     KVIdentity,
-    PagesVerified,
+    PagesPrepared,
     PromptLogprobs,
     Pushed,
     ReservePages,
@@ -28,7 +28,7 @@ from segue.messages.kv import (
 from segue.messages.requests import TokenLogprob
 
 # All pages are written: the prefill worker has said its last word.
-WRITTEN = (LeaseState.VERIFYING, LeaseState.LANDED, LeaseState.AHEAD)
+WRITTEN = (LeaseState.PREPARING, LeaseState.DROPPED, LeaseState.LANDED, LeaseState.AHEAD)
 
 
 class Leases:
@@ -228,19 +228,19 @@ class Leases:
             if lease.first is None:
                 raise ProtocolViolation(f"Sent for handoff {message.handoff} before its First")
         lease.sent = message
-        has_sums = bool(message.sums) and lease.state is LeaseState.GRANTED
-        self._machine.apply(lease, LeaseEvent.SENT_SUMS if has_sums else LeaseEvent.SENT, now)
+        is_raw = lease.state is LeaseState.GRANTED and bool(message.sums or lease.pieces)
+        self._machine.apply(lease, LeaseEvent.SENT_RAW if is_raw else LeaseEvent.SENT, now)
 
-    def verified(self, event: PagesVerified, now: float) -> None:
-        """An own rank has compared its part of a lease's pages with their checksums."""
-        if (lease := self._machine.by_ticket.get(event.ticket)) is None:
-            return
-        lease.num_verifying -= 1
+    def prepared(self, event: PagesPrepared, now: float) -> None:
+        """An own rank has made its part of a lease's pages ready, or cannot."""
+        lease = self._machine.by_ticket[event.ticket]
+        lease.num_unprepared -= 1
         if event.error:
-            lease.gone_reason, lease.message = "checksum", event.error
-            self._machine.apply(lease, LeaseEvent.DIFFERS, now)
-        elif not lease.num_verifying:
-            self._machine.apply(lease, LeaseEvent.VERIFIED, now)
+            lease.is_unusable, lease.gone_reason, lease.message = True, event.reason, event.error
+        if not lease.num_unprepared:
+            del self._machine.by_ticket[event.ticket]
+            end = LeaseEvent.UNUSABLE if lease.is_unusable else LeaseEvent.PREPARED
+            self._machine.apply(lease, end, now)
 
     def on_gone(self, incarnation: str, message: Gone, now: float) -> None:
         """The KV will not come, or not under this lease."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, assert_never
 
+from segue.disagg.layout import split_routes
 from segue.disagg.lease import LeasePort
 from segue.disagg.leases import Leases
 from segue.disagg.offer import OfferPort
@@ -23,10 +24,11 @@ from segue.messages.kv import (
     First,
     Gone,
     Grant,
+    HeadPiece,
     Hello,
     KVEvent,
     KVMessage,
-    PagesVerified,
+    PagesPrepared,
     Ping,
     Pong,
     Pools,
@@ -78,9 +80,15 @@ class TransferMachine:
             addresses |= old.addresses
             self.peers.closes.append((old.number, "the peer has opened another connection"))
             self.on_closed(old.number, now)
-        self.peers.opened(
-            PeerWorker(number=number, session=session, hello=hello, transport=transport, addresses=addresses)
+        peer = PeerWorker(
+            number=number,
+            session=session,
+            hello=hello,
+            transport=transport,
+            addresses=addresses,
+            pieces=self._pieces_from(hello) if TRAITS[transport].in_pieces else [],
         )
+        self.peers.opened(peer)
         if "decode" in hello.work:
             command = ConnectPeer(
                 session=session,
@@ -92,6 +100,13 @@ class TransferMachine:
             )
             self.peers.commands.append(command)
         self.leases.link_opened(address, hello.incarnation, now)
+
+    def _pieces_from(self, hello: Hello) -> list[HeadPiece]:
+        """Returns as which heads a worker's pages would come into those of the own ranks."""
+        return [
+            HeadPiece(target_rank=route.target_rank, head=route.target_head, num_heads=route.num_heads)
+            for route in split_routes(hello.tp, self._num_ranks, hello.kv_heads)
+        ]
 
     def on_closed(self, number: int, now: float) -> None:
         """A connection is lost; nothing that was under way on it arrives any more."""
@@ -160,8 +175,8 @@ class TransferMachine:
         match event:
             case PushEnded():
                 self.offers.push_ended(event, now)
-            case PagesVerified():
-                self.leases.verified(event, now)
+            case PagesPrepared():
+                self.leases.prepared(event, now)
             case WritersGone():
                 self._gone[event.session] = self._gone.get(event.session, 0) + 1
                 if self._gone[event.session] == self._num_ranks:

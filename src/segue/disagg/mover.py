@@ -11,20 +11,20 @@ from collections.abc import Callable
 from typing import assert_never
 
 from segue.disagg.page_sender import PageSender
+from segue.disagg.preparer import PagePreparer
 from segue.disagg.transports.base import (
     ExportedPool,
     WatchedPool,
     Writer,
 )
-from segue.disagg.verifier import PageVerifier
 from segue.messages.kv import (
     BanWriters,
     ConnectPeer,
     DisconnectPeer,
     KVCommand,
     KVEvent,
+    PreparePages,
     PushPages,
-    VerifyPages,
     WritersGone,
 )
 
@@ -75,13 +75,13 @@ class Mover:
         sender: PageSender | None,
         receiver: PageReceiver | None,
         unwatched: ExportedPool | None = None,
-        verifier: PageVerifier | None = None,
+        preparer: PagePreparer | None = None,
     ) -> None:
         """``unwatched`` is the same pool, exported in a second way that does not know its writers."""
         self._sender = sender
         self._receiver = receiver
         self._unwatched = unwatched
-        self._verifier = verifier
+        self._preparer = preparer
 
     def handle(self, command: KVCommand) -> None:
         """Carry out a command of rank 0; returns at once."""
@@ -95,9 +95,9 @@ class Mover:
             case PushPages():
                 assert self._sender is not None, "a worker that does not prefill has no offers"
                 self._sender.push(command)
-            case VerifyPages():
-                assert self._verifier is not None, "a worker that does not decode gets no pages"
-                self._verifier.verify(command)
+            case PreparePages():
+                assert self._preparer is not None, "a worker that does not decode gets no pages"
+                self._preparer.prepare(command)
             case BanWriters():
                 assert self._receiver is not None, "only a pool whose writers are known has any to ban"
                 self._receiver.ban(command.session)
@@ -106,6 +106,6 @@ class Mover:
 
     def close(self) -> None:
         """End all transfers."""
-        for side in (self._sender, self._receiver, self._unwatched, self._verifier):
+        for side in (self._sender, self._receiver, self._unwatched, self._preparer):
             if side is not None:
                 side.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from segue.disagg import layout
+from segue.disagg.checksums import PageChecksums
 from segue.disagg.layout import HeadRoute
 from segue.disagg.transports.base import (
     Done,
@@ -18,7 +19,6 @@ from segue.disagg.transports.base import (
     Peer,
     Transport,
 )
-from segue.disagg.verifier import PageChecksums
 from segue.errors import TransportError
 from segue.logs import logger
 from segue.messages.kv import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue.messages.kv import Hello, KVCommand, KVMessage
+from segue.messages.kv import HeadPiece, Hello, KVCommand, KVMessage
 
 
 class ProtocolViolation(Exception):
@@ -20,6 +20,8 @@ class PeerWorker:
     hello: Hello
     transport: str  # the kind by which pages move between the two
     addresses: set[str]  # where it was reached, which may have several names; empty: it opened the connection
+    # As which heads its pages come into those of the own ranks, where these have to be put in order.
+    pieces: list[HeadPiece] = field(default_factory=list)
     step: int = -1  # the last step that it said it had launched
     step_since: float = 0.0  # when it first said so
     is_suspect: bool = False  # a push between the two is stuck: no new lease until it is over

@@ -309,19 +309,35 @@ class PushEnded(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=
     sums: list[HeadSums] = []  # of the pages of the push, with --pd-checksum
 
 
-class VerifyPages(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Tells a decode rank to compare its heads of pages that have landed with their checksums."""
+class HeadPiece(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Some heads of a decode rank's pages, written one row behind the other (`segue.disagg.layout`)."""
+
+    target_rank: int  # of the decode worker
+    head: int  # the first of the heads, counted from that rank's first
+    num_heads: int
+
+
+class PreparePages(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """Tells a decode rank to make pages that have landed ready for use.
+
+    It puts the heads of pages that came in pieces in order, then compares its heads with their checksums.
+    """
 
     ticket: int
     pages: list[int]
+    pieces: list[HeadPiece]  # of all ranks whose pages came in pieces
     sums: list[HeadSums]  # of these pages, of all ranks
 
 
-class PagesVerified(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """The answer to ``VerifyPages``. ``error`` says which page differs, and how; empty: none does."""
+class PagesPrepared(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+    """The answer to ``PreparePages``: the rank neither reads nor writes the pages for it any more.
+
+    ``error`` says why they cannot be used, such as which page differs, and how; empty: they can.
+    """
 
     ticket: int
     error: str = ""
+    reason: Literal["checksum", "transport"] = "transport"  # checksum: a page differs
 
 
 class BanWriters(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -343,5 +359,5 @@ class RankJoined(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     address: RankAddress
 
 
-KVCommand = ConnectPeer | DisconnectPeer | PushPages | VerifyPages | BanWriters
-KVEvent = PushEnded | PagesVerified | WritersGone
+KVCommand = ConnectPeer | DisconnectPeer | PushPages | PreparePages | BanWriters
+KVEvent = PushEnded | PagesPrepared | WritersGone

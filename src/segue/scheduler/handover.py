@@ -204,7 +204,8 @@ class Handover:
     def has_lost_pages(self) -> bool:
         """Whether all pages that offers and leases own are of leases whose last word is long overdue.
 
-        Pages that are only kept for a while, because nothing proves that their writer has gone, are not lost.
+        Pages that are only kept for a while, because nothing proves that their writer has gone or because the
+        own ranks still make them ready, are not lost.
         """
         leases = [lease for lease, _ in self.machine.leases.holds()]
         is_late = all(self._scheduler.now >= lease.left_at + LOST_S for lease in leases)

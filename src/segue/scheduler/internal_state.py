@@ -21,7 +21,7 @@ _OFFER_QUEUES = {
 }
 _LEASE_QUEUES = {
     "disagg_decode_prealloc_queue_size": ("claimed", "queued"),
-    "disagg_decode_transfer_queue_size": ("granted", "verifying", "landed", "ahead"),
+    "disagg_decode_transfer_queue_size": ("granted", "preparing", "landed", "ahead"),
 }
 
 

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from segue.heartbeat import Turn
-from segue.messages.kv import BanWriters, ConnectPeer, DisconnectPeer, PushPages, VerifyPages
+from segue.messages.kv import BanWriters, ConnectPeer, DisconnectPeer, PreparePages, PushPages
 from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.memory import MapMemory, UnmapMemory
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
@@ -57,7 +57,7 @@ def follow(
                 send(Drained())
             case PingRanks() | WakeRanks() | EndWake():
                 life.handle(message)
-            case ConnectPeer() | DisconnectPeer() | PushPages() | VerifyPages() | BanWriters():
+            case ConnectPeer() | DisconnectPeer() | PushPages() | PreparePages() | BanWriters():
                 assert mover is not None, "KV is handed over although --role is both"
                 mover.handle(message)
             case UnmapMemory() | MapMemory():

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from segue.config import EngineConfig
+from segue.disagg.checksums import checksums_of
 from segue.disagg.mover import Mover, PageReceiver
 from segue.disagg.page_sender import PageSender
+from segue.disagg.preparer import PagePreparer
 from segue.disagg.transports.base import ExportedPool, Transport
 from segue.disagg.transports.choice import TRAITS, kinds_to_offer
 from segue.disagg.transports.cuda_ipc import DevicePages
@@ -16,9 +18,9 @@ from segue.disagg.transports.export import PoolExport
 from segue.disagg.transports.nixl import NixlTransport
 from segue.disagg.transports.nixl_agent import has_nixl
 from segue.disagg.transports.nixl_export import NixlExport
+from segue.disagg.transports.pieces import head_mover
 from segue.disagg.transports.push import PushTransport
 from segue.disagg.transports.shm import HostPages
-from segue.disagg.verifier import PageVerifier, checksums_of
 from segue.memory.device_shared import reachable_uuids
 from segue.messages.kv import KVEvent, RankAddress, TransportOffer
 from segue.model_runner.runner import ModelRunner
@@ -54,7 +56,8 @@ def make_mover(
         send=send,
         checksums=checksums if config.pd_checksum else None,
     )
-    mover = Mover(sender, receiver, unwatched, PageVerifier(checksums, send, rank=rank))
+    preparer = PagePreparer(head_mover(runner.kv), checksums, send, rank=rank)
+    mover = Mover(sender, receiver, unwatched, preparer)
     return mover, RankAddress(path=path, device=uuids[0] if uuids else "", offers=offers, reaches=uuids)
 
 

@@ -34,7 +34,7 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.kv import PagesVerified, PushEnded, RankJoined, WritersGone
+from segue.messages.kv import PagesPrepared, PushEnded, RankJoined, WritersGone
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
 from segue.messages.memory import MemoryMoved, ReleaseMemory, ResumeMemory
@@ -300,7 +300,7 @@ class SchedulerLoop:
         """Handle an event of a rank, or of a connection to another worker."""
         self.scheduler.now = now
         match event:
-            case PushEnded() | PagesVerified() | WritersGone():
+            case PushEnded() | PagesPrepared() | WritersGone():
                 self.scheduler.handover.machine.on_rank(event, now)
             case LinkOpened() | LinkMessage() | LinkClosed():
                 assert self.kv_links is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 from segue.disagg.transports.base import Done, Failed, PagePair, Peer
 from segue.disagg.transports.nixl import NixlTransport
 from segue.disagg.transports.nixl_export import NixlExport
+from segue.disagg.transports.pieces import head_mover
 from segue.kvcache.pool import KVPool, KVShape
 from tests.disagg.transports.ranks import WHOLE, Sender, filled_pool, shape_of_pool
 
@@ -40,6 +41,31 @@ class NixlReaderRank:
     def pages(self) -> list[int]:
         found: list[int] = self._reader.pages.tolist()
         return found
+
+
+class NixlReadersRank:
+    """What a process with several readers does."""
+
+    def __init__(self, shape: KVShape, device: str) -> None:
+        self._device = device
+        self._readers: list[NixlReader] = []
+
+    def add(self, shape: KVShape) -> bytes:
+        """Make a pool of zeroes; returns its blob."""
+        self._readers.append(NixlReader(shape, self._device))
+        return self._readers[-1].export.blob
+
+    def spread(self, index: int, pages: list[int], pieces: list[tuple[int, int]]) -> None:
+        head_mover(self._readers[index].pool).spread(pages, pieces)
+
+    def data(self, index: int) -> bytes:
+        """All bytes of a pool."""
+        return self._readers[index].pool.data.cpu().numpy().tobytes()
+
+    def end_all(self) -> None:
+        for reader in self._readers:
+            reader.export.close()
+        self._readers = []
 
 
 class NixlWriterRank:

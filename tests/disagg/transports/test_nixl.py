@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from segue.disagg.layout import plan
 from segue.disagg.transports import nixl, nixl_agent
 from segue.disagg.transports.base import Done, Failed, Peer
 from segue.disagg.transports.nixl import NixlTransport
@@ -143,12 +142,6 @@ def test_pages_that_a_pool_does_not_have_are_refused(
 def test_a_pool_with_other_pages_is_refused(make_nixl_reader: MakeReader, sender: Sender) -> None:
     with pytest.raises(TransportError, match=r"page_size=.* must be equal"):
         connect(sender, make_nixl_reader(shape_of_pool(page_size=8)).export.blob)
-
-
-def test_some_heads_of_a_page_are_refused(make_nixl_reader: MakeReader, sender: Sender) -> None:
-    reader, route = make_nixl_reader(shape_of_pool(num_kv_heads=1)), plan(1, 2, kv_heads=2)[0]
-    with pytest.raises(TransportError, match="moves whole pages; start both workers with the same --tp"):
-        sender.transport.connect("", reader.export.blob, route, "s", time.monotonic())
 
 
 def test_an_offer_of_another_version_is_refused(sender: Sender) -> None:

@@ -60,6 +60,9 @@ class Transport(Protocol):
     def connect(self, path: str, blob: bytes, route: HeadRoute, session: str, opened_at: float) -> Peer:
         """Connect to an exported pool, to which the heads of `route` will be pushed.
 
+        With `TransportTraits.in_pieces`, heads that are not all of the reader's arrive as a piece
+        (`segue.disagg.layout`); otherwise each arrives in its place.
+
         `path` and `blob` are those of the reader's `RankAddress` and `TransportOffer`; `session` is the
         connection between the two workers that they came over, which was opened at the time `opened_at` of
         the host's monotonic clock. It takes at most CONNECT_S seconds.

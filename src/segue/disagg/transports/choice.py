@@ -15,7 +15,7 @@ class TransportTraits:
     devices: frozenset[str]  # types of the devices whose memory it moves
     one_host: bool  # both workers must run on one host
     peer_access: bool  # the writer's GPU must be able to write to the reader's
-    any_heads: bool  # it moves some heads of a page too, which workers of unequal tensor parallelism need
+    in_pieces: bool  # heads of several ranks come as pieces (`segue.disagg.layout`), to be put in order
     # It knows when a writer whose connection is lost can write no more. Pages that a writer of another kind
     # may still write to are not used for `segue.disagg.lease.LOST_S` seconds.
     proves_gone: bool
@@ -24,16 +24,16 @@ class TransportTraits:
 # The best first.
 TRAITS: dict[str, TransportTraits] = {
     "shm": TransportTraits(
-        devices=frozenset({"cpu"}), one_host=True, peer_access=False, any_heads=True, proves_gone=True
+        devices=frozenset({"cpu"}), one_host=True, peer_access=False, in_pieces=False, proves_gone=True
     ),
     "cuda_ipc": TransportTraits(
-        devices=frozenset({"cuda"}), one_host=True, peer_access=True, any_heads=True, proves_gone=True
+        devices=frozenset({"cuda"}), one_host=True, peer_access=True, in_pieces=False, proves_gone=True
     ),
     "nixl": TransportTraits(
         devices=frozenset({"cpu", "cuda"}),
         one_host=False,
         peer_access=False,
-        any_heads=False,
+        in_pieces=True,
         proves_gone=False,
     ),
 }

@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
 
-from segue.disagg.layout import HeadRoute
+from segue.disagg.layout import HeadRoute, piece_span
 from segue.disagg.transports.base import CONNECT_S, Done, Failed, PagePair, Peer
 from segue.disagg.transports.cuda_ipc import SideStream
 from segue.disagg.transports.export import shape_of
-from segue.disagg.transports.nixl_agent import MAX_PAUSE_S, NixlAgent, PollPace, PoolBlob, Transfer
-from segue.disagg.transports.nixl_remotes import OpenPool, OpenPools
-from segue.disagg.transports.pusher import Pusher, PushTarget
+from segue.disagg.transports.nixl_agent import MAX_PAUSE_S, NixlAgent, PollPace, PoolBlob
+from segue.disagg.transports.nixl_pushes import NixlPush, NixlPushes, NixlTarget
+from segue.disagg.transports.nixl_remotes import OpenPools
+from segue.disagg.transports.nixl_staging import Staging
+from segue.disagg.transports.pieces import head_mover
+from segue.disagg.transports.pusher import Pusher
 from segue.errors import TransportError
 from segue.kvcache.pool import KVPool
 
@@ -33,23 +35,7 @@ IDLE_S = 1.0  # between two looks at connections, which may end, while no pages 
 CLOSE_S = 10.0  # how long the end waits for what is under way; a peer that hangs would hold it up for ever
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _NixlTarget(PushTarget):
-    """A peer's pool, which several peers may have."""
-
-    remote: OpenPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Push:
-    """A push whose pages are under way."""
-
-    ticket: int
-    target: _NixlTarget
-    transfer: Transfer
-
-
-class NixlTransport(Pusher[_NixlTarget]):
+class NixlTransport(Pusher[NixlTarget]):
     """Pushes pages of this rank's KV pool to pools that other ranks export (`Transport`).
 
     One thread waits for the steps that compute pages, and another one calls NIXL. It sleeps unless pages are
@@ -70,24 +56,26 @@ class NixlTransport(Pusher[_NixlTarget]):
         self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: end the thread
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # what the thread that calls NIXL alone uses
-        self._running: list[_Push] = []
+        self._heads = head_mover(pool)
         self._ends_at: float | None = None  # None: it goes on
-        started: Future[NixlAgent] = Future()
+        started: Future[None] = Future()
         self._threads = [
             threading.Thread(target=self._await_steps, name="segue-kv-steps", daemon=True),
             threading.Thread(target=self._run, args=(pool, started), name="segue-kv-nixl", daemon=True),
         ]
         self._threads[1].start()
-        self._agent = started.result()
-        self._remotes = OpenPools(self._agent)
+        started.result()
         self._threads[0].start()
 
     def connect(self, path: str, blob: bytes, route: HeadRoute, session: str, opened_at: float) -> Peer:
-        """Open an exported pool; only whole pages can be pushed to it. Only `blob` and `route` are used.
+        """Open an exported pool, to which the heads of `route` will be pushed. Only it and `blob` are used.
+
+        Unless these are all heads of the pool's pages, they arrive as a piece (`segue.disagg.layout`), which
+        the reader has to put in order.
 
         Raises:
-            TransportError: the blob cannot be read, its pages have another shape or other heads, or NIXL
-                refuses.
+            TransportError: the blob cannot be read, its pages have another shape, NIXL refuses, or there is
+                no memory to gather pieces in.
         """
         try:
             export = msgspec.msgpack.decode(blob, type=PoolBlob)
@@ -97,21 +85,16 @@ class NixlTransport(Pusher[_NixlTarget]):
                 "version of Segue"
             ) from error
         route.check(self._shape, export.shape)
-        if not route.covers(self._shape, export.shape):
-            raise TransportError(
-                f"a route of {route.num_heads} of the {export.shape.num_heads} heads of a page cannot be "
-                "sent by NIXL, which moves whole pages; start both workers with the same --tp"
-            )
-        answer: Future[OpenPool] = Future()
-        self._jobs.put(partial(self._open, export, answer))
+        answer: Future[NixlTarget] = Future()
+        self._jobs.put(partial(self._open, export, route, answer))
         try:
-            remote = answer.result(CONNECT_S)
+            target = answer.result(CONNECT_S)
         except FutureTimeoutError as error:
             if answer.cancel():
                 text = f"NIXL has not opened a decode worker's KV pool within {CONNECT_S:g} s"
                 raise TransportError(f"{text}; see whether that worker runs") from error
-            remote = answer.result()
-        return self._add(_NixlTarget(num_pages=export.num_pages, remote=remote))
+            target = answer.result()
+        return self._add(target)
 
     def push(self, peer: Peer, pages: Sequence[PagePair], after: Callable[[], None]) -> int:
         """Write pages to a peer once `after` returns; returns a ticket at once.
@@ -147,7 +130,7 @@ class NixlTransport(Pusher[_NixlTarget]):
     def _await_step(
         self,
         ticket: int,
-        target: _NixlTarget,
+        target: NixlTarget,
         sources: list[int],
         targets: list[int],
         after: Callable[[], None],
@@ -163,86 +146,86 @@ class NixlTransport(Pusher[_NixlTarget]):
             failure = TransportError(f"the push failed: {error!r}")
             self._jobs.put(partial(self._note_end, Failed(ticket=ticket, error=failure), target))
         else:
-            self._jobs.put(partial(self._post, ticket, target, sources, targets))
+            push = NixlPush(ticket=ticket, target=target, sources=sources, targets=targets)
+            self._jobs.put(partial(self._pushes.begin, push))
 
     # --- the thread that calls NIXL ---
 
-    def _run(self, pool: KVPool, started: Future[NixlAgent]) -> None:
+    def _run(self, pool: KVPool, started: Future[None]) -> None:
         """The thread: do jobs, and while pages are under way look after them."""
         try:
             self._agent = NixlAgent(pool)
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(self._agent)
+        self._remotes = OpenPools(self._agent)
+        self._pushes = NixlPushes(self._agent, self._remotes)
+        started.set_result(None)
         pace = PollPace(MAX_PAUSE_S)
-        while self._ends_at is None or (self._running and time.monotonic() < self._ends_at):
+        while self._ends_at is None or (self._pushes and time.monotonic() < self._ends_at):
             try:
-                job = self._jobs.get(timeout=pace.pause_s if self._running else IDLE_S)
+                job = self._jobs.get(timeout=pace.pause_s if self._pushes else IDLE_S)
             except Empty:
                 self._look_around()
             else:
                 job()
                 pace.quicken()
             pace.call(self._look_after_pushes)
-        if self._running:
-            logger.warning("%d pushes of KV pages have not ended within %g s", len(self._running), CLOSE_S)
+        if self._pushes:
+            logger.warning("%d pushes of KV pages have not ended within %g s", len(self._pushes), CLOSE_S)
 
     def _look_around(self) -> None:
         """Let NIXL note which connections have ended."""
-        if not self._running:
+        if not self._pushes:
             try:
                 self._agent.work()
             except TransportError as error:
                 logger.warning("%s", error.message)
 
     def _look_after_pushes(self) -> None:
-        """Find out which pushes have ended."""
-        for push in list(self._running):
-            event: Done | Failed
-            try:
-                if not self._agent.has_ended(push.transfer):
-                    continue
-                event = Done(ticket=push.ticket)
-            except TransportError as error:
-                push.target.remote.has_failed = True
-                event = Failed(ticket=push.ticket, error=error)
-            self._running.remove(push)
-            push.target.remote.num_transfers -= 1
-            self._note_end(event, push.target)
+        """Go on with the pushes, and report those that have ended."""
+        for push in self._pushes.advance():
+            done = Done(ticket=push.ticket)
+            self._note_end(
+                done if push.error is None else Failed(ticket=push.ticket, error=push.error), push.target
+            )
 
-    def _open(self, blob: PoolBlob, answer: Future[OpenPool]) -> None:
+    def _open(self, blob: PoolBlob, route: HeadRoute, answer: Future[NixlTarget]) -> None:
         """Open a pool for a peer, unless another peer has it already."""
         if not answer.set_running_or_notify_cancel():
             return
         try:
-            answer.set_result(self._remotes.join(blob))
+            answer.set_result(self._target(blob, route))
         except TransportError as error:
             answer.set_exception(error)
 
-    def _post(self, ticket: int, target: _NixlTarget, sources: list[int], targets: list[int]) -> None:
-        """Begin to write the pages of a push."""
-        remote = target.remote
-        try:
-            transfer = self._agent.post(self._remotes.reopen(remote), sources, targets)
-        except TransportError as error:
-            remote.has_failed = True
-            self._note_end(Failed(ticket=ticket, error=error), target)
-            return
-        remote.num_transfers += 1
-        self._running.append(_Push(ticket=ticket, target=target, transfer=transfer))
+    def _target(self, blob: PoolBlob, route: HeadRoute) -> NixlTarget:
+        remote, staging = self._remotes.join(blob, piece_span(route, blob.shape)), None
+        if not route.has_whole_source(self._shape):
+            try:
+                staging = Staging(self._agent, self._heads, route, blob.shape, self._num_pages)
+            except TransportError:
+                self._remotes.leave(remote)
+                raise
+        return NixlTarget(num_pages=blob.num_pages, remote=remote, staging=staging)
 
-    def _note_end(self, event: Done | Failed, target: _NixlTarget) -> None:
+    def _note_end(self, event: Done | Failed, target: NixlTarget) -> None:
         """Report the end of a push; after the last one to a peer that is to leave, the peer leaves."""
         super()._note_end(event, target)
         if target.is_leaving:
             self._leave(target)
 
-    def _leave(self, target: _NixlTarget) -> None:
+    def _leave(self, target: NixlTarget) -> None:
         """Give a peer up, unless pushes to it are under way: the end of the last one calls this again."""
         with self._lock:
             if target.num_pushes or self._targets.pop(target.peer, None) is None:
                 return
+        staging, target.staging = target.staging, None  # others may hold the target for a while
+        if staging is not None:
+            try:
+                staging.close()
+            except TransportError as error:
+                logger.warning("%s", error.message)
         self._remotes.leave(target.remote)
 
     def _end(self) -> None:

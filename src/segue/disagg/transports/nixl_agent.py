@@ -14,14 +14,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
-from segue.disagg.layout import PageShape
+from segue.disagg.layout import PageShape, PieceSpan
 from segue.disagg.transports.export import shape_of
 from segue.errors import ConfigError, TransportError
 from segue.kvcache.pool import KVPool
@@ -54,10 +56,19 @@ class PoolBlob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """A pool of another rank that an agent can write to."""
+    """A part of each page of another rank's pool, to which an agent can write."""
 
     name: str  # of its agent
-    pages: Any  # NIXL's handle of its pages
+    parts: Any  # NIXL's handle of these parts, one per page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedPieces:
+    """Memory for pieces that are registered with an agent: what is sent is no page of its pool."""
+
+    data: Tensor  # uint8 [slot, bytes of a piece]
+    pieces: Any  # NIXL's handle of the slots
+    memory: Any  # NIXL's handle of the memory
 
 
 def has_nixl() -> bool:
@@ -106,33 +117,66 @@ class NixlAgent:
         )
         return msgspec.msgpack.encode(blob)
 
-    def connect(self, blob: PoolBlob) -> RemotePool:
-        """Make another rank's pool known; returns at once, as the first transfer opens the connection.
+    def connect(self, blob: PoolBlob, span: PieceSpan) -> RemotePool:
+        """Make a part of each page of another rank's pool known.
+
+        It returns at once, as the first transfer opens the connection.
 
         Raises:
             TransportError: NIXL refuses.
         """
         with _translated("the KV pool of a decode worker cannot be opened"):
             name = self._agent.add_remote_agent(blob.metadata)
-            pages = self._describe(blob.address, blob.num_pages, blob.shape.page_bytes, blob.device)
-            handle = self._agent.prep_xfer_dlist(name, pages, blob.memory)
+            stride = blob.shape.page_bytes
+            parts = self._describe(
+                blob.address + span.start, blob.num_pages, stride, blob.device, size=span.num_bytes
+            )
+            handle = self._agent.prep_xfer_dlist(name, parts, blob.memory)
             return RemotePool(name.decode() if isinstance(name, bytes) else name, handle)
 
     def disconnect(self, remote: RemotePool) -> None:
         """Forget another rank's pool; no transfer to it may be under way."""
         with _translated("the connection to a decode worker cannot be closed"):
-            remote.pages.release()
+            remote.parts.release()
             self._agent.remove_remote_agent(remote.name)
 
-    def post(self, remote: RemotePool, sources: Sequence[int], targets: Sequence[int]) -> Transfer:
-        """Begin to write pages; `has_ended` says when they have arrived.
+    def stage(self, num_pieces: int, piece_bytes: int) -> StagedPieces:
+        """Register memory for pieces, of the kind of the pool's.
+
+        Raises:
+            TransportError: there is no such memory, or NIXL refuses.
+        """
+        with _translated("no memory can be had for parts of KV pages"):
+            device = self._pool.data.device
+            data = torch.empty((num_pieces, piece_bytes), dtype=torch.uint8, device=device)
+            regions = [(data.data_ptr(), data.nbytes, self._device, "")]
+            memory = self._agent.register_memory(regions, self._memory)
+            own = self._describe(data.data_ptr(), num_pieces, piece_bytes, self._device)
+            pieces = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, self._memory)
+            return StagedPieces(data=data, pieces=pieces, memory=memory)
+
+    def unstage(self, staged: StagedPieces) -> None:
+        """Give memory for pieces up; no transfer from it may be under way."""
+        with _translated("memory for parts of KV pages cannot be given up"):
+            staged.pieces.release()
+            self._agent.deregister_memory(staged.memory)
+
+    def post(
+        self,
+        remote: RemotePool,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        staged: StagedPieces | None = None,
+    ) -> Transfer:
+        """Begin to write pages, or staged pieces, to parts of pages; `has_ended` says when they have arrived.
 
         Raises:
             TransportError: the other rank cannot be reached. Nothing is written.
         """
         with _translated("pages cannot be sent"):
+            own = self._own if staged is None else staged.pieces
             transfer = self._agent.make_prepped_xfer(
-                "WRITE", self._own, np.array(sources, np.int32), remote.pages, np.array(targets, np.int32)
+                "WRITE", own, np.array(sources, np.int32), remote.parts, np.array(targets, np.int32)
             )
             _check(self._agent.transfer(transfer))
             return transfer
@@ -155,12 +199,15 @@ class NixlAgent:
             self._agent.get_new_notifs()
 
     @staticmethod
-    def _describe(address: int, num_pages: int, page_bytes: int, device: int) -> Any:
-        """Return NIXL's description of a pool's pages: `[page, 3]` of address, bytes and device."""
-        pages = np.empty((num_pages, 3), np.uint64)
-        pages[:, 0] = address + np.arange(num_pages, dtype=np.uint64) * np.uint64(page_bytes)
-        pages[:, 1], pages[:, 2] = page_bytes, device
-        return pages
+    def _describe(address: int, count: int, stride: int, device: int, *, size: int | None = None) -> Any:
+        """Return NIXL's description of parts of memory: `[count, 3]` of address, bytes and device.
+
+        They begin every `stride` bytes, and have `size` bytes each, or as many as the stride.
+        """
+        parts = np.empty((count, 3), np.uint64)
+        parts[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(stride)
+        parts[:, 1], parts[:, 2] = stride if size is None else size, device
+        return parts
 
 
 class PollPace:

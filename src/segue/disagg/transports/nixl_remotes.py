@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from segue.disagg.layout import PieceSpan
 from segue.disagg.transports.nixl_agent import NixlAgent, PoolBlob, RemotePool
 from segue.errors import TransportError
 
@@ -13,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenPool:
-    """A pool of another rank."""
+    """A pool of another rank, of whose pages one part is written."""
 
     blob: PoolBlob
+    span: PieceSpan
     pool: RemotePool | None = None  # None: it has to be opened
     num_peers: int = 0
     num_transfers: int = 0  # that are under way
@@ -29,13 +31,20 @@ class OpenPools:
         self._agent = agent
         self._pools: dict[bytes, OpenPool] = {}  # by NIXL's metadata
 
-    def join(self, blob: PoolBlob) -> OpenPool:
-        """Open a pool for one more peer.
+    def join(self, blob: PoolBlob, span: PieceSpan) -> OpenPool:
+        """Open a pool for one more peer, to write this part of its pages.
 
         Raises:
-            TransportError: NIXL refuses, or the connection has failed and pushes to it have not ended.
+            TransportError: NIXL refuses, or the connection has failed and pushes to it have not ended, or
+                another peer writes another part of these pages.
         """
-        remote = self._pools.get(blob.metadata) or OpenPool(blob=blob)
+        remote = self._pools.get(blob.metadata) or OpenPool(blob=blob, span=span)
+        if remote.span != span:
+            raise TransportError(
+                f"a KV pool is open for {remote.span.num_bytes} bytes of each page, from byte "
+                f"{remote.span.start} on, and not for {span.num_bytes} from byte {span.start} on; one "
+                "process has one --tp, so restart the decode worker"
+            )
         self.reopen(remote)
         self._pools[blob.metadata] = remote
         remote.num_peers += 1
@@ -63,7 +72,7 @@ class OpenPools:
             self._close(remote)
             remote.has_failed = False
         if remote.pool is None:
-            remote.pool = self._agent.connect(remote.blob)
+            remote.pool = self._agent.connect(remote.blob, remote.span)
         return remote.pool
 
     def _close(self, remote: OpenPool) -> None:
