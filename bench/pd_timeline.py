@@ -80,7 +80,9 @@ def lanes(times: RequestTimes) -> list[Lane]:
         earlier = pushes[-1].end if pushes else 0.0
         pushes.append(LaneSpan(min(pushed, max(posted, ready, earlier)), pushed, 0))
     claim, room = times.at("decode", "claim"), times.at("decode", "room")
-    sent, adopted = times.at("decode", "sent"), times.at("decode", "adopted")
+    # Pages whose checksums are compared, or whose heads are put in order, are sent and then prepared.
+    sent = times.at("decode", "prepared" if "prepared" in times.decode else "sent")
+    adopted = times.at("decode", "adopted")
     steps = [LaneSpan(*pair, index % 2) for index, pair in enumerate(pairwise([adopted, *times.tokens[1:]]))]
     pages = prefill["posted"][-1][1]
     return [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from segue.messages.fleet import Role
 from tests.router.fake_engine_routes import ControlledWorker, refusal
 from tests.router.fake_servers import Exchange, FakeWorker, routed, run, until
 from tests.router.workers import report
@@ -43,6 +46,21 @@ def test_a_router_whose_workers_are_all_paused_is_well() -> None:
             assert (await router.http.get("/health")).json() == found
             reply = await router.http.get("/health_generate")
             assert reply.json() == found | {"well": 1, "failed": {}}
+
+    run(test())
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_one_half_of_a_pair_serves_no_request(role: Role, other: Role) -> None:
+    async def test() -> None:
+        half, other_half = ControlledWorker(role=role), ControlledWorker(role=other)
+        async with routed(half, other_half) as router:
+            assert (await router.http.get("/ready")).json() == {"status": "ok", "workers": 2, "serving": 2}
+            await other_half.die()
+            await until(lambda: not router.serves(other_half), "the other half is lost")
+            reply = await router.http.get("/ready")
+            assert reply.status_code == 503
+            assert f"no {other} worker takes requests ({other_half.id}: " in reply.json()["message"]
 
     run(test())
 

@@ -54,9 +54,7 @@ class Demand:
     local_ranks: int = 1  # ranks that share this memory: 1 on CUDA, all ranks of the host on CPU
     num_engines: int = 1  # with equal sizes on this device: the one that serves, and those that stand by
     is_arena_shared: bool = False  # whether these engines have one copy of the weights
-    parks_kv: bool = (
-        False  # whether those that stand by have the first and the last page of their KV cache alone
-    )
+    parks_kv: bool = False  # whether those that stand by have two pages of their KV cache alone
     # Largest pool in bytes, CPU only. A CPU pool is also limited to what all requests at full length need.
     pool_limit: int | None = None
 

@@ -34,7 +34,7 @@ class ReleasableMemory(PrivateMemory):
     """Memory of this process alone, whose weights and KV cache can be released."""
 
     def __init__(self, device: torch.device, *, parks_kv: bool = False) -> None:
-        """Serve a device; with `parks_kv` the KV cache has only its first and its scratch page until `wake`."""
+        """Serve a device; with `parks_kv` the KV cache has its first and last page alone until `wake`."""
         super().__init__(device)
         self.parks_kv = self._is_parked = parks_kv
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
@@ -156,7 +156,7 @@ class ReleasableMemory(PrivateMemory):
         return held
 
     def _map(self, held: _Range, first: int = 0, end: int | None = None) -> None:
-        """Map a range from the offset `first` to `end`, in slabs that the device can surely have in one piece."""
+        """Map a range from `first` to `end`, in slabs that the device can surely have in one piece."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot take what torch keeps for later
         end = held.window.size if end is None else end

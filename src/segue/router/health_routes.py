@@ -1,9 +1,10 @@
-"""Whether the router can serve, which it can while a worker takes requests, and whether it is alive."""
+"""Whether the router can serve, which it can while workers take requests, and whether it is alive."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from segue.errors import SegueError
 from segue.router.choice import Refuse
+from segue.router.entry import WorkerEntry
 from segue.router.fan_out import WorkerRequest, ask_all, failures
 from segue.router.router import Router, router_of
 from segue.server.access import Access, Routes
@@ -31,7 +33,7 @@ routes = Routes(Access.OPEN, "Health", _unable)
 @routes.get("/ready")
 @routes.get("/ping")
 async def is_healthy(request: Request) -> Response:
-    """200 while a worker takes requests, or keeps them in a pause; else 503, and why none does."""
+    """200 while a worker or a pair takes requests, or keeps them in a pause; else 503, and why none does."""
     return json_response(_condition(router_of(request)))
 
 
@@ -54,19 +56,28 @@ async def generates(request: Request) -> Response:
 
 
 def _condition(router: Router) -> dict[str, Any]:
-    """Returns how many workers serve, and are paused; raises NoWorkerError if there are none of either."""
+    """Returns how many workers serve, and are paused; raises NoWorkerError if these can do no request."""
     router.check_open()
     now = time.monotonic()
     reasons = {entry.id: entry.why_not(now) for entry in router.registry}
-    num_serving = sum(reason is None for reason in reasons.values())
-    num_paused = sum(entry.only_paused(now) for entry in router.registry)
-    if not num_serving and not num_paused:
-        named = [(worker, reason or "") for worker, reason in reasons.items()]
-        problem = "no worker takes requests" if reasons else "no worker is registered"
-        raise Refuse(problem=problem, reasons=named).error()
-    paused = {"paused": num_paused} if num_paused else {}
-    status = "ok" if num_serving else "paused"
-    return {"status": status, "workers": len(reasons), "serving": num_serving} | paused
+    serving = [entry for entry in router.registry if reasons[entry.id] is None]
+    paused = [entry for entry in router.registry if entry.only_paused(now)]
+    if problem := _lacking([*serving, *paused]):
+        named = [(worker, reason) for worker, reason in reasons.items() if reason is not None]
+        raise Refuse(problem=problem if reasons else "no worker is registered", reasons=named).error()
+    status = "paused" if _lacking(serving) else "ok"
+    counts = {"workers": len(reasons), "serving": len(serving)}
+    return {"status": status} | counts | ({"paused": len(paused)} if paused else {})
+
+
+def _lacking(entries: Iterable[WorkerEntry]) -> str:
+    """Returns what workers lack to do a request together; "": nothing."""
+    roles = {entry.view.record.role for entry in entries if entry.view is not None}
+    if "both" in roles or roles >= {"prefill", "decode"}:
+        return ""
+    if not roles:
+        return "no worker takes requests"
+    return f"no {'decode' if 'prefill' in roles else 'prefill'} worker takes requests"
 
 
 async def _generates(router: Router) -> dict[str, Any]:
