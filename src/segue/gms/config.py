@@ -10,8 +10,6 @@ from typing import Literal
 
 from segue.config import LogLevel
 from segue.errors import ConfigError, CUDADriverError
-from segue.memory.cuda_driver import device_uuids
-from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
 from segue.options import Options, check_key, option, parse_list, variable
@@ -85,6 +83,10 @@ def vmms_of(devices: str) -> Mapping[str, VMM]:
     Raises:
         ConfigError: there is no such GPU.
     """
+    # Loaded here: a probe, which runs every few seconds, needs the options and no driver.
+    from segue.memory.cuda_driver import device_uuids
+    from segue.memory.cuda_vmm import CudaVMM
+
     names = [part.strip() for part in devices.split(",")]
     found: dict[str, VMM] = {}
     if names == ["all"]:
