@@ -185,6 +185,43 @@ def test_who_waits_in_a_directory_that_is_removed_makes_it_anew_and_claims_a_hig
         assert waiter.ask("ours") == "True"
 
 
+def test_an_engine_whose_lock_s_file_is_gone_leaves_its_epoch(directory: Path) -> None:
+    old = CohortLock(directory, "default")
+    assert old.try_acquire()
+    assert old.claim("a", URL, 4) == 5
+    shutil.rmtree(directory)
+    assert not old.is_ours()
+    old.leave_epoch("a", URL)
+    new = CohortLock(directory, "default")
+    assert new.try_acquire(), "the epoch is there, and the lock is nobody's"
+    assert new.claim("b", URL, 0) == 6
+    assert new.is_ours()
+    old.leave_epoch("a", URL)
+    assert new.is_ours(), "a lower epoch changes nothing"
+    assert new.claim("b", URL, 0) == 7
+    new.release()
+    old.release()
+
+
+def test_who_has_claimed_too_low_an_epoch_meanwhile_is_told(directory: Path) -> None:
+    old, new = CohortLock(directory, "default"), CohortLock(directory, "default")
+    assert old.try_acquire()
+    assert old.claim("a", URL, 4) == 5
+    shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+    assert new.try_acquire()
+    assert new.claim("b", URL, 0) == 1
+    assert new.is_ours()
+    old.leave_epoch("a", URL)
+    assert not new.is_ours(), "so it ends, and its successor"
+    new.release()
+    third = CohortLock(directory, "default")
+    assert third.try_acquire()
+    assert third.claim("b", URL, 0) == 6
+    third.release()
+    old.release()
+
+
 def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(directory: Path) -> None:
     lock = CohortLock(directory, "default")
     lock.path.mkdir()
