@@ -133,6 +133,47 @@ def test_a_request_of_which_nothing_came_waits_for_the_successor(
     run(test())
 
 
+def test_a_router_that_has_just_started_waits_for_the_engine_that_a_record_names(directory: Path) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await (exchange.whole(b"{}") if exchange.method == "GET" else finish(exchange))
+
+    async def test() -> None:
+        engine = CohortEngine(directory, 1, answer)
+        engine.watch_status = 503  # the router cannot learn of it yet
+        await engine.serve()
+        async with discovering(directory) as router:
+            await until(lambda: router.registry.get(engine.id) is not None, "the router knows of the record")
+            request = asyncio.create_task(router.generate())
+            models = asyncio.create_task(router.http.get("/v1/models"))
+            await waiting(router)
+            engine.watch_status = 200
+            assert (await request).status_code == 200
+            assert (await models).status_code == 200
+            assert router.registry.counters.refused == 0
+        await engine.die()
+
+    run(test())
+
+
+def test_an_engine_that_a_record_names_is_not_waited_for_longer_than_the_limit(directory: Path) -> None:
+    async def test() -> None:
+        engine = CohortEngine(directory, 1, finish)
+        engine.watch_status = 503
+        await engine.serve()
+        async with discovering(directory, resume_timeout_s=0.3) as router:
+            await until(lambda: router.registry.get(engine.id) is not None, "the router knows of the record")
+            for _ in range(2):  # the second one does not wait again
+                reply = await router.generate()
+                assert reply.status_code == 503
+                assert "no engine of cohort c has been active for" in reply.text
+            assert router.registry.counters.waits == 1
+            await router.http.delete(f"/workers/{engine.id}")
+            assert "cohort" not in (await router.generate()).text, "an operator has removed the last one"
+        await engine.die()
+
+    run(test())
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_request_that_comes_while_no_engine_is_active_waits(directory: Path, is_stream: bool) -> None:
     async def test() -> None:

@@ -42,7 +42,9 @@ class Registry:
         self.elsewhere = Elsewhere()
         self.index = PrefixIndex()
         self.is_closed = False  # the router ends: no request goes on elsewhere
-        self.served: dict[str, float] = {}  # cohort -> when it was last known to have an active engine
+        self.served: dict[
+            str, float
+        ] = {}  # cohort -> when it was last known, or said, to have an active engine
         self._change = asyncio.Event()  # set when something has changed; then there is a new one
         # Called when a leaving worker's last request has ended.
         self.on_idle: Callable[[WorkerEntry], None] = lambda entry: None

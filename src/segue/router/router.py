@@ -81,6 +81,7 @@ class Router:
         """
         self.membership.check_epoch(registration)
         entry = self.registry.at(registration.url) or self.add(registration.url, registration.role)
+        entry.cohort = registration.cohort
         self.registrations.put(registration, ttl_s)
         found = self._found.get(self.registrations, frozenset())
         self._found[self.registrations] = found | {registration.url}  # even if it has lapsed already
@@ -101,8 +102,8 @@ class Router:
             except StaleEpochError as error:
                 logger.warning("%s", error)
                 continue
-            if entry is None:
-                self.add(registration.url, registration.role)
+            entry = entry or self.add(registration.url, registration.role)
+            entry.cohort = registration.cohort
         self._found[source] = frozenset(now)
         for url in before.difference(*self._found.values()):
             if (entry := self.registry.at(url)) is not None:
@@ -173,9 +174,9 @@ class Router:
 
     def _forget_cohort(self, leaving: WorkerEntry) -> None:
         """Let no request wait for a successor of the last worker of its cohort, which an operator removes."""
-        cohorts = {entry.view.record.cohort for entry in self.registry if entry.view and entry is not leaving}
-        if leaving.view is not None and leaving.view.record.cohort not in cohorts:
-            self.registry.served.pop(leaving.view.record.cohort, None)
+        cohort = leaving.known_cohort
+        if cohort not in {entry.known_cohort for entry in self.registry if entry is not leaving}:
+            self.registry.served.pop(cohort, None)
 
     def is_idle(self, entry: WorkerEntry) -> bool:
         """Whether a worker that leaves has no requests, and will not have any."""
