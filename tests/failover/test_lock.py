@@ -13,6 +13,7 @@ import pytest
 
 from segue.errors import ConfigError, LockLostError
 from segue.failover.lock import SLOT_BYTES, CohortLock, LockNote
+from segue.options import MAX_OWN_URL
 from tests.failover.lock_holder import LockHolder
 
 URL = "http://127.0.0.1:1"
@@ -201,6 +202,15 @@ def test_an_engine_whose_lock_s_file_is_gone_leaves_its_epoch(directory: Path) -
     assert new.claim("b", URL, 0) == 7
     new.release()
     old.release()
+
+
+def test_the_longest_names_fit_into_a_note(directory: Path) -> None:
+    lock = CohortLock(directory, "default")
+    assert lock.try_acquire()
+    url = "http://".ljust(MAX_OWN_URL, "x")
+    assert lock.claim("e" * 63, url, 1 << 62) == (1 << 62) + 1
+    assert (found := lock.note()) is not None and found.url == url
+    lock.release()
 
 
 def test_who_has_claimed_too_low_an_epoch_meanwhile_is_told(directory: Path) -> None:
