@@ -42,8 +42,11 @@ def test_an_engine_whose_directory_is_removed_leaves_its_epoch_to_the_next_one(
 ) -> None:
     """While nobody stands by, only the engine that serves knows the epoch; routers would drop a lower one."""
     directory = tmp_path / "cohort"
+    directory.mkdir(mode=0o700)
+    (directory / "standby-00000000-00000000.lock").touch()  # of an engine that was killed
     with ShadowProcess(tiny_model, directory, "a", STEP) as old:
         old.until("active")
+        assert not list(directory.glob("standby-*")), "nobody waits"
         shutil.rmtree(directory)
         assert old.process.wait(10) != 0, "it looks at its lock, and ends"
     next_one = CohortLock(directory, "default")

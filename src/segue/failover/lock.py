@@ -176,6 +176,12 @@ class CohortLock:
         if file is not None:
             file.close()
 
+    def discard(self) -> None:
+        """Give the lock back and delete its file, which whoever wants the lock next makes anew."""
+        if self._file is not None and self._file.is_at(self.path):
+            self.path.unlink(missing_ok=True)  # while it is locked: who waits for it sees that it has gone
+        self.release()
+
     def _try_file(self, operation: int) -> bool:
         """Open the file and lock it; returns False if another file has its path by then, or none.
 

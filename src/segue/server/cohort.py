@@ -17,7 +17,7 @@ from segue.errors import ConfigError, DiscoveryError, FailoverDirectoryError, Me
 from segue.failover.control_note import ControlNotes
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
-from segue.failover.standby import has_standby, sign_of
+from segue.failover.standby import has_standby, remove_unheld, sign_of
 from segue.gms.client import GmsClient, GmsTarget
 from segue.launch.in_thread import in_thread
 from segue.logs import logger
@@ -83,8 +83,9 @@ class CohortMember:
     async def wait_for_lock(self) -> None:
         """Show that this engine waits, and return once it has the lock."""
         await in_thread(self._sign.acquire)
+        await in_thread(partial(remove_unheld, self.directory))
         await in_thread(self.lock.acquire)
-        self._sign.release()
+        self._sign.discard()
 
     async def claim(self, url: str) -> int:
         """Returns a new epoch for this engine, which has the lock and will serve at a URL.
@@ -121,6 +122,7 @@ class CohortMember:
     async def close(self) -> None:
         """Remove the record, and release the lock: no worker of this engine may run any more."""
         self.lock.release()
+        self._sign.discard()
         with suppress(DiscoveryError):
             await self._discovery.close()
 
