@@ -14,6 +14,7 @@ from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest
 from segue.gms.supervisor import GMS_COMMAND
+from tests.support.child import start_child
 
 SLAB = 2 << 20
 DEADLINE_S = 30.0
@@ -22,7 +23,7 @@ DEADLINE_S = 30.0
 def start(directory: Path, *options: str, command: str = "serve") -> subprocess.Popen[bytes]:
     """Start `segue gms …`; what it prints goes to the test's output."""
     words = [*GMS_COMMAND, command, "--gms-dir", str(directory), *options]
-    return subprocess.Popen(words, start_new_session=True)
+    return start_child(words, start_new_session=True)
 
 
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:

@@ -15,6 +15,7 @@ import pytest
 from segue.gms.client import GmsClient
 from segue.gms.messages import EpochChanged
 from tests.gms.running import DEADLINE_S, running, target, until
+from tests.support.child import start_child
 
 ENGINE = """
 import sys, time
@@ -42,7 +43,7 @@ def start() -> Iterator[object]:
 
     def new(directory: Path, name: str, does: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", ENGINE, str(directory), name, does]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = start_child(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         return process

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from segue.errors import MemoryServiceError
 from tests.gms.running import SLAB, end, manifest, start, target, until
+from tests.support.child import start_child
 
 
 def children(process: subprocess.Popen[bytes]) -> dict[str, int]:
@@ -70,7 +71,7 @@ sys.exit(GmsSupervisor(config, "restart", rules).run())
 
 
 def test_a_child_that_was_stopped_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", OFTEN, str(tmp_path / "d")], start_new_session=True)
+    process = start_child([sys.executable, "-c", OFTEN, str(tmp_path / "d")], start_new_session=True)
     try:
         generation = load(tmp_path / "d")
         until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
