@@ -170,13 +170,14 @@ def status_tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
         [
             each["generation"],
             each["state"],
+            each["version"] or "-",
             ", ".join(each["cohorts"]) or "-",
             mib(each["bytes"]),
             "\n".join(each["readers"]) or "-",
         ]
         for each in found["generations"]
     ]
-    add("Generations", ["generation", "state", "cohorts", "size", "used by"], rows)
+    add("Generations", ["generation", "state", "version", "cohorts", "size", "used by"], rows)
     rows = [[name, each["current"] or "-", each["epoch"]] for name, each in found["cohorts"].items()]
     add("Cohorts", ["cohort", "generation", "epoch"], rows)
     names = ["session", "pid", "tag", "cohort", "engine", "rank", "device", "seconds"]

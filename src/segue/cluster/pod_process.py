@@ -125,6 +125,11 @@ class PodProcess:
         """The directory with the lock and the records of its engines."""
         return next(self.directory.glob("segue-*/failover"))
 
+    @property
+    def gms_dir(self) -> Path:
+        """The directory of the memory service that keeps the weights of its engines."""
+        return next(self.directory.glob("segue-*/gms"))
+
     def serving(self) -> EngineRecord | None:
         """Return the record of the engine that serves; None: none does at the moment."""
         records = asyncio.run(FileDiscovery(self.failover_dir).list())
