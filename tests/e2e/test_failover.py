@@ -223,10 +223,13 @@ def test_a_router_that_dies_comes_back_at_its_port(pod: PodProcess, wait_until: 
     os.kill(router, signal.SIGKILL)
 
     def answers() -> bool:
+        """Once it listens it waits for the engine that the record names, instead of an error."""
         try:
-            return httpx.post(f"{pod.url}/generate", json=body, timeout=30).status_code == 200
+            reply = httpx.post(f"{pod.url}/generate", json=body, timeout=30)
         except httpx.HTTPError:
             return False
+        assert reply.status_code == 200, reply.text
+        return True
 
     wait_until(answers, timeout=60, what="the router is back at its port")
 
