@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from segue.discovery.base import OnRecords
+from segue.discovery.file import FileDiscovery
+from segue.router.discovery import DiscoveredWorkers
 from tests.router.fake_servers import (
     REPLY,
     STREAM,
@@ -20,6 +23,7 @@ from tests.router.fake_servers import (
     RunningRouter,
     native_error,
     overloaded,
+    routed,
     run,
     say_hello,
     until,
@@ -151,6 +155,47 @@ def test_a_router_that_has_just_started_waits_for_the_engine_that_a_record_names
             assert (await models).status_code == 200
             assert router.registry.counters.refused == 0
         await engine.die()
+
+    run(test())
+
+
+class LateDiscovery(FileDiscovery):
+    """A place that answers late, as a server elsewhere does."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.answers = asyncio.Event()
+
+    async def watch(self, on_records: OnRecords) -> None:
+        await self.answers.wait()
+        await super().watch(on_records)
+
+
+def test_a_router_that_has_just_started_waits_for_what_discovery_says(directory: Path) -> None:
+    async def test() -> None:
+        engine, late = CohortEngine(directory, 1, finish), LateDiscovery(directory)
+        await engine.serve()
+        async with routed(waits=False, resume_timeout_s=5) as router:
+            router.router.discover(DiscoveredWorkers(late))
+            request = asyncio.create_task(router.generate())
+            await waiting(router)
+            late.answers.set()
+            assert (await request).status_code == 200
+        await engine.die()
+
+    run(test())
+
+
+def test_discovery_that_says_nothing_is_not_waited_for_longer_than_the_limit(directory: Path) -> None:
+    async def test() -> None:
+        late = LateDiscovery(directory)
+        async with routed(waits=False, resume_timeout_s=0.3) as router:
+            router.router.discover(DiscoveredWorkers(late))
+            reply = await router.generate()
+            assert reply.status_code == 503 and "no engine has been active for 0.3 s" in reply.text
+            late.answers.set()  # there is none
+            await until(lambda: not router.registry.served, "it has answered")
+            assert "has been active" not in (await router.generate()).text
 
     run(test())
 
