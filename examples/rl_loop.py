@@ -1,11 +1,15 @@
 """Reinforcement learning on a laptop: SmolLM2-135M learns to answer sums and to stop after the answer.
 
-    python -m examples.rl_loop [--seed 1] [--device cuda]
+    python -m examples.rl_loop [--seed 1] [--device cuda] [--kill-engine-at 3]
 
 Each step rolls out several samples of a few questions through `segue serve`, scores them by a rule, takes one
 policy gradient step on a torch model, and sends the new weights to the server. Advantages are relative to the
 other samples of a question (GRPO, arXiv:2402.03300); the ratio of a token's probability in the trainer to its
 probability in the engine is clipped (PPO, arXiv:1707.06347).
+
+With --kill-engine-at N two engines share their weights (`segue serve --shadows 1`), and the one that serves
+is killed by SIGKILL in the middle of step N: during its rollout, or with --kill-during send while it gets the
+new weights. The other engine goes on with the samples, or gets the weights again.
 
 A run succeeds if the mean reward of the last five steps is at least MARGIN above that of the first five.
 """
@@ -21,9 +25,10 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +41,11 @@ from torch import Tensor
 from bench.plot import charts
 from bench.report import circumstances
 from segue.checkpoint.source import resolve
+from segue.cluster.pod_process import PodProcess, TakeoverTimes
 from segue.config import EngineConfig
+from segue.gms.client import GmsClient, GmsTarget
 from segue.http_client import open_url
-from segue.trainer import WeightSender
+from segue.trainer import Progress, WeightSender, WeightSendError
 from segue.trainer.model import load_model
 from segue.weight_update.payload.decode import encode
 
@@ -46,6 +53,8 @@ MARGIN = 0.2  # by which the reward, between 0 and 1, must rise
 WINDOW = 5  # first and last steps whose mean rewards are compared
 CLIP = 0.2
 MICRO_BATCH = 8  # samples per forward and backward pass, which bounds the memory of activations
+
+SEND_TRIES = 5  # while engines die
 
 console = Console(highlight=False)
 
@@ -59,6 +68,9 @@ class Settings:
     group_size: int = 8  # samples per prompt
     max_tokens: int = 24
     learning_rate: float = 2e-5
+    model: str = ""  # a directory or a hub id; "": the bundled model
+    kill_engine_at: int = -1  # the step in which the engine that serves is killed; -1: none
+    kill_during: str = "rollout"  # or "send"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +85,9 @@ class Sample:
     output_ids: list[int]
     logprobs: list[float]  # of the output tokens, as the engine returned them
     text: str
+    versions: list[str]  # of the weights that made the tokens, in their order
     has_ended: bool  # whether the answer ended by itself, within `max_tokens`
     is_right: bool  # whether the last number in the text is the sum
-    weight_version: str
     advantage: float = 0.0
 
     @property
@@ -107,11 +119,13 @@ def ask(numbers: random.Random) -> Question:
 class Policy:
     """The model in training: float32 weights, bfloat16 arithmetic, AdamW."""
 
-    def __init__(self, device: str, learning_rate: float) -> None:
-        source = resolve(None, "auto", EngineConfig.create().cache_dir)  # the same files as the engine
+    def __init__(self, device: str, settings: Settings) -> None:
+        cache = EngineConfig.create().cache_dir
+        source = resolve(settings.model or None, "auto", cache)  # the same files as the engine
         self.model = load_model(source, torch.float32).to(device)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, fused=True)
+        rate = settings.learning_rate
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)
 
     def improve(self, samples: list[Sample]) -> tuple[float, float]:
         """Take one step; return the logprob gap of engine and trainer, and the share of clipped ratios."""
@@ -155,8 +169,10 @@ class Policy:
         return ours, theirs, mask
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    with open_url(url, json.dumps(body).encode(), api_key=None, timeout_s=300) as response:
+def call(url: str, body: dict[str, Any] | None = None) -> Any:
+    """Post JSON, or get it if there is none to post."""
+    data = None if body is None else json.dumps(body).encode()
+    with open_url(url, data, api_key=None, timeout_s=300) as response:
         answer = response.read().decode()
     if response.status != 200:
         sys.exit(f"{url} answered {response.status}: {answer}")
@@ -174,7 +190,7 @@ def roll_out(url: str, policy: Policy, settings: Settings, numbers: random.Rando
         "sampling_params": [{**sampling, "seed": numbers.getrandbits(31)} for _ in prompts],
         "return_logprob": True,
     }
-    replies = post(f"{url}/generate", body)
+    replies = call(f"{url}/generate", body)
     samples = [sample_of(*each) for each in zip(repeated, prompts, replies, strict=True)]
     for first in range(0, len(samples), settings.group_size):
         group = samples[first : first + settings.group_size]
@@ -195,16 +211,21 @@ def sample_of(question: Question, prompt_ids: list[int], reply: dict[str, Any]) 
         text=reply["text"],
         has_ended=meta["finish_reason"]["type"] == "stop",
         is_right=bool(found) and int(found[-1]) == question.answer,
-        weight_version=meta["weight_version"],
+        versions=[each["version"] for each in meta["weight_versions"]],
     )
 
 
+def serve_options(settings: Settings) -> list[str]:
+    """Return options of `segue serve`; the small KV cache leaves most of a GPU to the trainer."""
+    options = [f"--device={settings.device}", "--num-kv-tokens=65536", "--max-model-len=1024"]
+    return options + ([f"--model={settings.model}"] if settings.model else [])
+
+
 @contextmanager
-def serving(device: str) -> Iterator[str]:
-    """Start `segue serve` and yield its URL; its small KV cache leaves most of a GPU to the trainer."""
+def serving(settings: Settings) -> Iterator[str]:
+    """Start `segue serve`, and yield its URL."""
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
-    command += ["--device", device, "--num-kv-tokens", "65536", "--max-model-len", "1024"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *serve_options(settings)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             addresses = (re.search(r"http://\S+", line) for line in process.stdout)
@@ -220,6 +241,37 @@ def serving(device: str) -> Iterator[str]:
                 process.kill()
 
 
+class Killer:
+    """Kills the engine that serves, once, as soon as a condition holds."""
+
+    def __init__(self, pod: PodProcess, is_time: Callable[[], bool]) -> None:
+        self._pod = pod
+        self._is_time = is_time
+        self._is_over = threading.Event()
+        self._times: TakeoverTimes | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        if self._times is None:
+            sys.exit("the step ended before the engine was killed; give more --max-tokens")
+        console.print(
+            f"{self._times.victim.engine} was killed, and {self._times.successor.engine} serves after "
+            f"{self._times.record_s:.2f} s"
+        )
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            if self._is_time():
+                self._times = self._pod.kill_serving()
+                return
+            time.sleep(0.002)
+
+
 def choose_transport(device: str) -> tuple[str, str]:
     """Return the device to train on, and the transport of the weights with the reason for it."""
     if device == "cpu":
@@ -229,12 +281,19 @@ def choose_transport(device: str) -> tuple[str, str]:
     return "cuda:0", "CUDA IPC, because NCCL does not join two processes on one GPU"
 
 
+def num_generated(url: str) -> int:
+    """Return how many tokens the engine that serves has generated."""
+    return int(call(f"{url}/server_info")["internal_states"][0]["num_generated_tokens"])
+
+
 @contextmanager
-def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callable[[str], object]]:
+def sending(
+    url: str, model: torch.nn.Module, transport: str, on_progress: Callable[[Progress], None]
+) -> Iterator[Callable[[str], object]]:
     """Yield a function that sends the model's weights under a version name."""
     if not transport.startswith("CUDA IPC"):
-        with WeightSender([url], model, buffer_size_mb=64) as sender:
-            yield sender.send
+        with WeightSender([url], model, buffer_size_mb=64, on_progress=on_progress) as sender:
+            yield lambda version: send_until_served(url, sender, version)
         return
 
     def send(version: str) -> None:
@@ -244,31 +303,82 @@ def sending(url: str, model: torch.nn.Module, transport: str) -> Iterator[Callab
             "load_format": "flattened_bucket",
             "weight_version": version,
         }
-        post(f"{url}/update_weights_from_tensor", body | {"flush_cache": False})
+        call(f"{url}/update_weights_from_tensor", body | {"flush_cache": False})
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     yield send
 
 
-def run(settings: Settings) -> list[TrainingStep]:
-    numbers = random.Random(settings.seed)
+def send_until_served(url: str, sender: WeightSender, version: str) -> None:
+    """Send the weights; if their engine dies meanwhile, send them again to the one that takes over.
+
+    The engine may have died behind the commit, before its answer. Then its successor has the weights already.
+    """
+    for tries_left in reversed(range(SEND_TRIES)):
+        try:
+            sender.send(version)
+            return
+        except WeightSendError as error:
+            if not tries_left:
+                raise
+            console.print(f"sending again, because {error.message}", markup=False)
+        call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})  # waits for it
+        if call(f"{url}/weight_version")["weight_version"] == version:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A whole run."""
+
+    steps: list[TrainingStep]
+    served_version: str  # that of the weights which are served at the end
+    shared_version: str  # that of the memory service's current weights; "": there is no service
+
+
+def run(settings: Settings) -> Outcome:
     torch.manual_seed(settings.seed)
     device, transport = choose_transport(settings.device)
     console.print(f"weights travel by {transport}")
-    policy = Policy(device, settings.learning_rate)
+    policy = Policy(device, settings)
+    if settings.kill_engine_at < 0:
+        with serving(settings) as url:
+            return train(settings, policy, transport, url, None)
+    with PodProcess(serve_options(settings)) as pod:
+        return train(settings, policy, transport, pod.url, pod)
+
+
+def train(settings: Settings, policy: Policy, transport: str, url: str, pod: PodProcess | None) -> Outcome:
+    """Take all steps; kill the engine that serves in one of them if there is a pod."""
+    numbers = random.Random(settings.seed)
     steps: list[TrainingStep] = []
-    with serving(settings.device) as url, sending(url, policy.model, transport) as send:
+    num_buckets = 0  # that were sent so far
+
+    def count(progress: Progress) -> None:
+        nonlocal num_buckets
+        num_buckets += 1
+
+    def killing(index: int, moment: str, is_time: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Kill the engine during a part of a step, if this is the one."""
+        is_now = (index, moment) == (settings.kill_engine_at, settings.kill_during)
+        return Killer(pod, is_time) if is_now and pod is not None else nullcontext()
+
+    with sending(url, policy.model, transport, count) as send:
         for index in range(settings.num_steps):
             began = time.perf_counter()
-            samples = roll_out(url, policy, settings, numbers)
+            before = num_generated(url) if pod is not None else 0
+            with killing(index, "rollout", lambda before=before: num_generated(url) > before):  # type: ignore[misc]
+                samples = roll_out(url, policy, settings, numbers)
             version = str(index)
-            wrong = {sample.weight_version for sample in samples} - {version}
+            wrong = {each for sample in samples for each in sample.versions} - {version}
             if wrong:
-                sys.exit(f"samples of weights {', '.join(wrong)}; the engine should have {version}")
+                sys.exit(f"tokens of weights {', '.join(wrong)}; the engine should have {version}")
             rolled_out = time.perf_counter()
             gap, clipped = policy.improve(samples)
             trained = time.perf_counter()
-            send(str(index + 1))
+            sent = num_buckets
+            with killing(index, "send", lambda sent=sent: num_buckets > sent):  # type: ignore[misc]
+                send(str(index + 1))
             steps.append(
                 TrainingStep(
                     reward=statistics.fmean(sample.reward for sample in samples),
@@ -284,7 +394,17 @@ def run(settings: Settings) -> list[TrainingStep]:
                 )
             )
             show(index, steps[-1])
-    return steps
+    shared = "" if pod is None else shared_version(pod)
+    return Outcome(steps, call(f"{url}/weight_version")["weight_version"], shared)
+
+
+def shared_version(pod: PodProcess) -> str:
+    """Return the version of the weights that all engines of the pod have, and those that will be started."""
+    with GmsClient(GmsTarget(directory=str(pod.gms_dir), tag="watch")) as client:
+        status = client.status()
+    (current,) = (each["current"] for each in status["cohorts"].values())
+    (version,) = (each["version"] for each in status["generations"] if each["generation"] == current)
+    return str(version)
 
 
 def show(index: int, step: TrainingStep) -> None:
@@ -304,8 +424,9 @@ def rise(steps: list[TrainingStep]) -> tuple[float, float]:
     return statistics.fmean(rewards[:WINDOW]), statistics.fmean(rewards[-WINDOW:])
 
 
-def write(output: Path, settings: Settings, steps: list[TrainingStep], seconds: float) -> None:
+def write(output: Path, settings: Settings, outcome: Outcome, seconds: float) -> None:
     """Write `output`.json and `output`.svg."""
+    steps = outcome.steps
     first, last = rise(steps)
     cpu = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     record = {
@@ -314,6 +435,8 @@ def write(output: Path, settings: Settings, steps: list[TrainingStep], seconds: 
         "margin": MARGIN,
         "reward of the first steps": first,
         "reward of the last steps": last,
+        "weights served at the end": outcome.served_version,
+        "weights of the memory service": outcome.shared_version,
         "seconds": seconds,
         "CPU seconds": sum(usage.ru_utime + usage.ru_stime for usage in cpu),
         "trainer's peak memory, GiB": cpu[0].ru_maxrss / (1 << 20),
@@ -346,10 +469,14 @@ def main() -> None:
     options = vars(parser.parse_args())
     output = options.pop("output")
     settings = Settings(**options)
+    if settings.kill_during not in ("rollout", "send"):
+        parser.error(f"--kill-during {settings.kill_during}: choose rollout or send")
+    if settings.kill_engine_at >= settings.num_steps:
+        parser.error(f"--kill-engine-at {settings.kill_engine_at}: steps count from 0 to --num-steps less 1")
     began = time.perf_counter()
-    steps = run(settings)
-    write(output, settings, steps, time.perf_counter() - began)
-    first, last = rise(steps)
+    outcome = run(settings)
+    write(output, settings, outcome, time.perf_counter() - began)
+    first, last = rise(outcome.steps)
     console.print(
         f"mean reward of the first {WINDOW} steps {first:.3f}, of the last {last:.3f}; see {output}.svg"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -9,7 +10,17 @@ from typing import Literal
 import pytest
 
 from segue.errors import ConfigError
-from segue.options import OptionAlias, Options, option, parse_sizes
+from segue.gms.transport import HOLDER_SOCKET, SOCKET
+from segue.options import (
+    MAX_SOCKET_PATH,
+    SOCKET_NAME,
+    OptionAlias,
+    Options,
+    check_own_url,
+    check_socket_directory,
+    option,
+    parse_sizes,
+)
 
 _door = partial(option, group="Door")
 
@@ -77,3 +88,30 @@ def test_names_in_the_environment_may_not_contradict_each_other() -> None:
 def test_an_alias_is_among_the_known_options() -> None:
     with pytest.raises(ConfigError, match="unknown option 'range'; known: reach, way"):
         AliasOptions.create({}, range=1)
+
+
+def test_the_directory_of_a_socket_is_not_longer_than_the_kernel_allows() -> None:
+    longest = "/tmp/".ljust(MAX_SOCKET_PATH - SOCKET_NAME, "x")
+    check_socket_directory(longest, "gms_dir")
+    assert max(len(f"/{name}") for name in (SOCKET, HOLDER_SOCKET)) == SOCKET_NAME
+    with pytest.raises(ConfigError) as raised:
+        check_socket_directory(longest + "x", "gms_dir")
+    assert str(raised.value) == (
+        f"gms_dir='{longest}x': the path has 98 bytes, and at most 97 are allowed (a unix socket's path may "
+        "have 107, of which its name takes 10); choose a shorter one, as in /run or /tmp"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://0.0.0.0:30000", "http://0.0.0.0:30000': this stands for all addresses of a machine"),
+        ("http://[::]:30000", "this stands for all addresses of a machine"),
+        ("http://" + "x" * 294, "it has 301 bytes, and at most 300 are allowed"),
+        ("gpu-1:80", "expected a server's URL"),
+    ],
+)
+def test_a_url_that_nobody_could_use_is_refused(url: str, words: str) -> None:
+    check_own_url("http://" + "x" * 293, "register_url")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_own_url(url, "register_url")

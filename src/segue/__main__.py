@@ -1,6 +1,6 @@
 """``python -m segue``."""
 
-from segue.cli.main import main
+from segue.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -17,7 +17,8 @@ from segue.options import (
     Options,
     check_key,
     check_name,
-    check_url,
+    check_own_url,
+    check_socket_directory,
     option,
     parse_list,
     parse_sizes,
@@ -276,8 +277,9 @@ class EngineConfig(Options):
     register_url: str | None = _server(
         None,
         "URL at which the routers of --register reach this server; default: --port at --host, or at the "
-        "address that this machine has towards the router if --host stands for all addresses.",
-        check=check_url,
+        "address that this machine has towards the router if --host stands for all addresses. Records of "
+        "--discovery have it too, and need it in that case.",
+        check=check_own_url,
     )
 
     host: str = _server("127.0.0.1", "Host name or address to listen on.")
@@ -361,6 +363,7 @@ class EngineConfig(Options):
         "Directory of the memory service (segue gms serve), which then keeps the weights: one engine of a "
         "cohort loads them, and the others read the same memory. Default: with --shadows a service of their "
         "own, unless --enable-memory-saver is given, which needs weights per engine; else a copy per engine.",
+        check=check_socket_directory,
     )
     gms_mode: GmsMode = _failover(
         "rw_or_ro",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import closing
+from urllib.parse import urlsplit
 
 from segue.errors import ConfigError
 
@@ -71,6 +72,13 @@ def url_of(listener: socket.socket) -> str:
     """The base URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def with_host_of(url: str, other: str) -> str:
+    """Return a URL with the host of another one, and its own port."""
+    host = urlsplit(other).hostname or ""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
 def own_address(host: str, port: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -146,6 +148,43 @@ def check_name(text: str, name: str) -> None:
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
         rule = "expected at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends"
         raise ConfigError(f"{name}={text!r}: {rule}", param=name)
+
+
+MAX_SOCKET_PATH = 107  # bytes, that the kernel allows for the path of a unix socket
+SOCKET_NAME = (
+    10  # of them, for the longest name of a socket in a directory that an option gives, and its slash
+)
+MAX_OWN_URL = 300  # bytes: a host name has at most 253
+
+
+def check_socket_directory(path: str, name: str) -> None:
+    """Raise ConfigError if a directory's path is too long for the sockets in it."""
+    size, limit = len(os.fsencode(path)), MAX_SOCKET_PATH - SOCKET_NAME
+    if size > limit:
+        rule = f"the path has {size} bytes, and at most {limit} are allowed"
+        reason = f"a unix socket's path may have {MAX_SOCKET_PATH}, of which its name takes {SOCKET_NAME}"
+        remedy = "choose a shorter one, as in /run or /tmp"
+        raise ConfigError(f"{name}={path!r}: {rule} ({reason}); {remedy}", param=name)
+
+
+def stands_for_all(url: str) -> bool:
+    """Whether a URL's host is that of a server which listens on all addresses, like 0.0.0.0."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(urlsplit(url).hostname or "").is_unspecified
+    return False
+
+
+def check_own_url(url: str, name: str) -> None:
+    """Raise ConfigError unless others can connect to this URL, as far as it says."""
+    if (size := len(url.encode())) > MAX_OWN_URL:
+        rule = f"it has {size} bytes, and at most {MAX_OWN_URL} are allowed"
+        raise ConfigError(
+            f"{name}={url[:40]!r}…: {rule}; give the host's name or address, and the port", param=name
+        )
+    check_url(url, name)
+    if stands_for_all(url):
+        rule = "this stands for all addresses of a machine, and nobody can connect to it"
+        raise ConfigError(f"{name}={url!r}: {rule}; give one of its addresses", param=name)
 
 
 def parse_sizes(text: str, name: str) -> list[int]:

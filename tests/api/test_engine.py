@@ -27,6 +27,7 @@ from segue.errors import (
     UnsupportedFieldError,
 )
 from tests.launch.test_processes import is_alive
+from tests.support.child import start_child
 from tests.support.fake_engine import FAKE_WORKER, FakeEngine, assert_nothing_left
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -461,7 +462,7 @@ def script(tiny_model: Path, rest: str) -> subprocess.Popen[str]:
         paths=[str(ROOT), str(ROOT / "src")], model=str(tiny_model), rest=textwrap.dedent(rest)
     )
     command = [sys.executable, "-c", text]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_script_may_end_without_a_shutdown(tiny_model: Path, transformers_imports_torch: bool) -> None:
@@ -536,9 +537,7 @@ def test_ctrl_c_while_an_engine_starts_ends_its_worker(
     """
     environment = os.environ | {"FAKE_START": "hang", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(text)]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with start_child(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         children = Path(f"/proc/{process.pid}/task")

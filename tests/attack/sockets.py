@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.attack.target import Finding, Target
+from tests.support.child import start_child
 
 MIB = 1 << 20
 POST = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -52,7 +53,7 @@ def attack(
     memory = [resident(pid)] if pid is not None else [0]
     health_s: list[float] = []
     failures: Counter[str] = Counter()
-    with subprocess.Popen(
+    with start_child(
         [sys.executable, "-m", "tests.attack.sockets", *arguments], stdout=subprocess.PIPE, text=True
     ) as client_process:
         try:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.attack.bodies import BODIES, LIMIT, ServerSizes
 from tests.attack.stalls import measure, sizes_of
+from tests.support.child import start_child
 from tests.support.tiny_model import write_model
 
 pytestmark = pytest.mark.alone
@@ -41,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "max_running_requests": 64,
     }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
+    with start_child(
         [sys.executable, str(FAKE_SERVER), json.dumps(options)],
         stdout=subprocess.PIPE,
         env=environment,

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from tests.attack.target import Target
+from tests.support.child import start_child
 
 EVERY_S = 0.025
 TIMEOUT_S = 20.0
@@ -30,7 +31,7 @@ class Watch:
         self.probes: list[HealthProbe] = []
         host, port = target.address
         command = [sys.executable, "-m", "tests.attack.watch", host, str(port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = start_child(command, stdout=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read)
 
     def __enter__(self) -> Watch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from typer.testing import CliRunner
 
 from segue.cli.gms import gms_app
 from segue.errors import MemoryServiceError
-from tests.gms.running import SLAB, manifest, running, target
+from segue.gms.supervisor import GMS_COMMAND
+from segue.gms.transport import HOLDER_SOCKET
+from tests.gms.running import SLAB, end, manifest, running, start, target, until
 
 
 def run(*words: str) -> str:
@@ -39,3 +43,33 @@ def test_without_a_service_the_remedy_is_named(tmp_path: Path) -> None:
     for command in ("ready", "status", "events"):
         with pytest.raises(MemoryServiceError, match="segue gms serve --gms-dir"):
             run(command, "--gms-dir", str(tmp_path), *(["--timeout-s", "0"] if command == "ready" else []))
+
+
+def test_a_stopped_service_or_holder_is_not_ready(tmp_path: Path) -> None:
+    place = ("--gms-dir", str(tmp_path / "d"), "--timeout-s", "0.3")
+    with pytest.raises(MemoryServiceError, match=r"no holder .* \(No such file or directory\); start one"):
+        run("ready", "--holder", *place)
+    holder = start(tmp_path / "d", command="hold")
+    try:
+        until((tmp_path / "d" / HOLDER_SOCKET).exists, "the holder does not start")
+        with running(tmp_path / "d") as service:
+            assert run("ready", "--holder", *place) == "ready: the holder of descriptors\n"
+            for process, words in ((service, ("ready",)), (holder, ("ready", "--holder"))):
+                process.send_signal(signal.SIGSTOP)
+                with pytest.raises(MemoryServiceError, match="timed out"):
+                    run(*words, *place)
+                process.send_signal(signal.SIGCONT)
+                until(lambda w=words: is_ready(*w, *place), "it does not go on")
+    finally:
+        end(holder)
+
+
+def is_ready(*words: str) -> bool:
+    return CliRunner().invoke(gms_app, words).exit_code == 0
+
+
+def test_the_service_by_itself_prints_errors_in_one_line(tmp_path: Path) -> None:
+    command = [*GMS_COMMAND, "ready", "--gms-dir", str(tmp_path), "--timeout-s", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith("segue: no memory service answers") and found.stderr.count("\n") == 1

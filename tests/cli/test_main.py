@@ -33,6 +33,7 @@ from segue.config import EngineConfig
 from segue.errors import ConfigError
 from segue.server import lifecycle
 from tests.server.live import LiveServer
+from tests.support.child import start_child
 from tests.support.fake_engine import FAKE_WORKER
 from tests.support.tiny_model import write_model
 
@@ -366,7 +367,7 @@ def test_models_of_an_unreadable_cache_is_a_one_line_error() -> None:
 
 def test_serve_with_the_real_engine(tiny_model: Path) -> None:
     flags = ["--model", str(tiny_model), "--load-format", "dummy", "--port", "0", "--num-kv-tokens", "2048"]
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "segue", "serve", *flags],
         env=os.environ | {"SEGUE_LOG_LEVEL": "warning"},
         stdout=subprocess.PIPE,

@@ -78,6 +78,24 @@ def test_a_child_is_killed_with_its_parent(wait_until: WaitUntil) -> None:
         wait_until(lambda: not is_alive(pid), what="the child is dead too")
 
 
+STARTS = """
+import sys
+from tests.support.child import start_child
+print(start_child(["sleep", "600"], start_new_session=True).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_a_test_starts_is_killed_with_the_tests(wait_until: WaitUntil) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdin=pipe, stdout=pipe, text=True) as tests:
+        assert tests.stdout is not None
+        pid = int(tests.stdout.readline())
+        assert is_alive(pid)
+        tests.kill()
+        wait_until(lambda: not is_alive(pid), what="the child is dead too")
+
+
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     code = "from segue.cluster.processes import die_with; die_with(1 << 22); print('lives')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

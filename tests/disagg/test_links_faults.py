@@ -23,6 +23,7 @@ from segue.disagg.handshake import LinkSide, sign
 from segue.messages.kv import Bye, Claim, Gone, Grant, Hello, Ping, PromptLogprobs, Proof
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from tests.conftest import WaitUntil
+from tests.support.child import start_child
 from tests.support.kv_hello import hello
 from tests.support.kv_links import KEY, BarePeer, Worker, connect
 
@@ -57,7 +58,7 @@ with Worker("prefill", "127.0.0.1:0", silence_s=0.1) as first, Worker("decode", 
 @contextmanager
 def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", text, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:

@@ -16,13 +16,14 @@ from segue.discovery.file import FileDiscovery
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from tests.discovery.contract import record
+from tests.support.child import start_child
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_engine(directory: Path, engine: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.discovery.serving_engine", str(directory), engine]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return start_child(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 async def serve(directory: Path, engine: str) -> None:

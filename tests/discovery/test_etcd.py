@@ -20,6 +20,7 @@ from segue.discovery.etcd import ENGINES, EPOCHS, EtcdDiscovery
 from segue.discovery.opening import open_discovery
 from segue.errors import ConfigError, DiscoveryError
 from tests.discovery.contract import CHECKS, NAMES, Check, Watching, record
+from tests.support.child import start_child
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(
@@ -50,7 +51,7 @@ class EtcdServer:
         """Starts a server that knows nothing, and waits until it answers."""
         assert ETCD is not None
         self._num_starts += 1
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [
                 *(ETCD, "--data-dir", str(self._directory / str(self._num_starts)), "--log-level", "error"),
                 *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),

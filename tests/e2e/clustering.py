@@ -17,6 +17,7 @@ import httpx
 
 from segue.launch.run_dir import remove_orphans
 from tests.conftest import WaitUntil
+from tests.support.child import start_child
 
 KEY = {"authorization": "Bearer users-key"}
 
@@ -79,7 +80,7 @@ def clustered(
     if model is not None:
         words += ["--model", str(model), "--load-format", "dummy"]
     memory = shared_memory()
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-m", "segue", "cluster", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -18,6 +18,7 @@ import httpx
 
 from segue.listener import bind
 from tests.e2e.served import Served, serve
+from tests.support.child import start_child
 
 NAMES = ("p0", "p1", "d0", "d1")
 NUM_KV_TOKENS = 16384
@@ -80,7 +81,7 @@ class FiveServers:
         words = [f"--port={self._ports['router'].getsockname()[1]}", "--log-level", "warning", "--drain-s=0"]
         words += ["--worker", *map(self.url, NAMES)]
         command = [sys.executable, "-m", "segue", "router", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log("router"), text=True)
+        process = start_child(command, stdout=subprocess.PIPE, stderr=self._log("router"), text=True)
         self._seen.add(process.pid)
         assert process.stdout is not None and "http://" in process.stdout.readline()
         return process

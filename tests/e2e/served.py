@@ -19,6 +19,8 @@ import httpx
 import openai
 import pytest
 
+from tests.support.child import start_child
+
 T = TypeVar("T")
 MODEL = "SmolLM2-135M-Instruct"
 STORY = "Once upon a time"
@@ -55,7 +57,7 @@ def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
     """Runs a server for the block. Its log goes to ``log``, by default to this process's stderr."""
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
     command += ["--drain-s", "0", *options]  # a failed test leaves requests, which need not be drained
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    process = start_child(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from segue.trainer import Progress, WeightSender, WeightSendError
 from tests.e2e.served import Client, greedy, serve
 from tests.e2e.syncing import PROMPTS, write_checkpoints
+from tests.support.child import start_child
 
 TRAINER = Path(__file__).with_name("torch_trainer.py")
 OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "4096", "--max-running-requests", "4", "--deterministic")
@@ -91,7 +92,7 @@ class Trainer:
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([sys.executable, str(TRAINER)], stdin=pipe, stdout=pipe, text=True)
+        self.process = start_child([sys.executable, str(TRAINER)], stdin=pipe, stdout=pipe, text=True)
 
     def send(self, line: str, answer: str) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -45,6 +45,21 @@ def test_the_rl_loop_rolls_out_with_the_weights_that_it_sent(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["rollout", "send"])
+def test_the_rl_loop_goes_on_while_its_engine_is_killed(tmp_path: Path, moment: str) -> None:
+    model = tiny.save(tiny.make("llama-tied"), tmp_path / "model")
+    write_tokenizer(model)
+    options = [f"--model={model}", "--kill-engine-at=1", f"--kill-during={moment}", "--num-steps=4"]
+    options += ["--num-prompts=1", "--max-tokens=100", "--learning-rate=1e-3"]
+    # The example itself ends if a token was made by other weights than those of its step.
+    record = rl_loop(tmp_path / "rl", *options, timeout=250)
+    assert len(record["steps"]) == 4
+    assert record["weights served at the end"] == record["weights of the memory service"] == "4"
+    assert all(step["logprob_gap"] < 0.1 for step in record["steps"])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reward_rises(seed: int, tmp_path: Path) -> None:

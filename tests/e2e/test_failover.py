@@ -29,6 +29,7 @@ from tests.support.streams import ReplyGroup, every_kind
 TOKENS = 250
 ATTEMPTS = 4
 ADOPTED_S = 2.0  # from the restart of the memory service until it knows of all engines again
+HANG_S = 35.0  # from a stop of the memory service until it is killed: two probes, every 10 s
 NEXT_TOKEN_P50_S, NEXT_TOKEN_P99_S = 0.3, 0.8  # from the kill
 
 
@@ -145,19 +146,20 @@ def kill_memory_service(pod: PodProcess, wait_until: WaitUntil, commands: tuple[
     wait_until(is_new, timeout=60, what="a new process")
     began = time.monotonic()
 
-    def has_both() -> bool:
-        try:
-            with gms.target(gms_dir(pod), tag="watch") as client:
-                readers = [each for found in client.status()["generations"] for each in found["readers"]]
-        except MemoryServiceError:
-            return False
-        return len(readers) == 2
-
     with system:
-        wait_until(has_both, timeout=60, what="both engines are known again")
+        wait_until(lambda: len(readers(pod)) == 2, timeout=60, what="both engines are known again")
         seconds = time.monotonic() - began
         wait_until(lambda: "owner_lost" not in system.get("/health").json(), timeout=30, what="the owner")
     return seconds
+
+
+def readers(pod: PodProcess) -> list[str]:
+    """The ranks that read weights of the memory service; none if it does not answer."""
+    try:
+        with gms.target(gms_dir(pod), tag="watch") as client:
+            return [each for found in client.status()["generations"] for each in found["readers"]]
+    except MemoryServiceError:
+        return []
 
 
 def record_of(pod: PodProcess) -> EngineRecord:
@@ -175,7 +177,7 @@ def memory_processes(pod: PodProcess) -> dict[str, int]:
     found = {}
     for pid, words in descendants(pod.process.pid).items():
         for command in ("serve", "hold"):
-            if command in words and any("gms_app" in word for word in words):
+            if command in words and "gms" in words:
                 found[command] = pid
     return found
 
@@ -221,10 +223,13 @@ def test_a_router_that_dies_comes_back_at_its_port(pod: PodProcess, wait_until: 
     os.kill(router, signal.SIGKILL)
 
     def answers() -> bool:
+        """Once it listens it waits for the engine that the record names, instead of an error."""
         try:
-            return httpx.post(f"{pod.url}/generate", json=body, timeout=30).status_code == 200
+            reply = httpx.post(f"{pod.url}/generate", json=body, timeout=30)
         except httpx.HTTPError:
             return False
+        assert reply.status_code == 200, reply.text
+        return True
 
     wait_until(answers, timeout=60, what="the router is back at its port")
 
@@ -286,6 +291,35 @@ def test_an_engine_that_hangs_is_killed_by_its_probes_and_its_streams_go_on(
         assert pod.wait_for_epoch(record.epoch + 1).engine != record.engine
         assert group.end() == expected
         assert any("is killed: its livenessProbe failed 3 times in a row" in line for line in pod.log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_memory_service_or_a_holder_that_hangs_is_killed_by_its_probes_and_no_client_notices(
+    tiny_model: Path, wait_until: WaitUntil
+) -> None:
+    options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
+    with PodProcess(options) as pod:
+        pod.wait_for_standby()
+        requests = every_kind(model_of(pod), TOKENS)
+        expected = ReplyGroup.send(pod.url, requests).end()
+        for command in ("serve", "hold"):
+            before = memory_processes(pod)[command]
+            os.kill(before, signal.SIGSTOP)
+            began = time.monotonic()
+            while memory_processes(pod).get(command, before) == before:
+                assert ReplyGroup.send(pod.url, requests).end() == expected
+                assert time.monotonic() < began + HANG_S, "it is not killed"
+            print(f"{command} was killed within {time.monotonic() - began:.1f} s")
+            wait_until(lambda: len(readers(pod)) == 2, timeout=10, what="both engines are known again")
+            with httpx.Client(base_url=record_of(pod).system_url) as system:
+                wait_until(lambda s=system: "owner_lost" not in s.get("/health").json(), what="the owner")
+        assert ReplyGroup.send(pod.url, requests).end() == expected
+        # A takeover does not wait for a service that hangs.
+        os.kill(memory_processes(pod)["serve"], signal.SIGSTOP)
+        group, times = killed_under_load(pod, wait_until, "front")
+        assert group.end() == expected and times.record_s < 5
+        print(f"beside a service that hangs, a takeover took {times.record_s:.2f} s")
 
 
 @pytest.mark.slow

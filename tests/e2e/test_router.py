@@ -20,6 +20,7 @@ import pytest
 
 from tests.e2e.served import Served, serve
 from tests.server.live import LiveServer
+from tests.support.child import start_child
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def routing(*engines: Served | LiveServer, **options: str) -> Iterator[str]:
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([value] if value else [])]
     command = [sys.executable, "-m", "segue", "router", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

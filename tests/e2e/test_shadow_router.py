@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.child import start_child
 from tests.support.shadows import WAIT_S, ShadowProcess, wait_until
 
 TOKENS = 60
@@ -29,7 +30,7 @@ def routed(directory: Path) -> Iterator[str]:
     """Runs a router that finds engines in a failover directory; yields its URL."""
     command = [sys.executable, "-m", "segue", "router", "--port", "0", "--log-level", "error"]
     command += ["--discovery", "file", "--discovery-target", str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield next(word for word in process.stdout.readline().split() if word.startswith("http://"))

@@ -19,6 +19,7 @@ from tests.e2e.served import Served, serve
 from tests.e2e.slabs import slabs_of
 from tests.gms import running as gms
 from tests.launch.test_processes import is_alive
+from tests.support.child import start_child
 
 PROMPTS = ("abc", "Once upon a time", "x y z")
 
@@ -31,7 +32,7 @@ def options(model: Path) -> list[str]:
 def refused_start(*given: str) -> subprocess.Popen[str]:
     """Begin to start an engine that cannot start."""
     command = [sys.executable, "-m", "segue", "serve", "--port", "0", *given]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextmanager

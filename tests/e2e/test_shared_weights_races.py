@@ -23,6 +23,7 @@ from tests.e2e.served import serve
 from tests.gms import running as gms
 from tests.launch.test_processes import is_alive
 from tests.support import watched_loading
+from tests.support.child import start_child
 from tests.support.tiny_model import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,7 +46,7 @@ class RacingEngine:
     def __init__(self, model: Path, gms_dir: Path, tp: int, **environment: str) -> None:
         options = {"model": str(model), "dtype": "float32", "device": "cpu", "num_kv_tokens": 1024, "tp": tp}
         options |= {"port": 0, "gms_dir": str(gms_dir), "deterministic": True, "exit_grace": 0.0}
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, watched_loading.__file__, json.dumps(options)],
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=subprocess.PIPE,

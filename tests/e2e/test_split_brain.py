@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import httpx
 
+from segue.failover.lock import CohortLock
 from tests.e2e.test_shadow_router import EXPECTED, STEP, Stream, routed
 from tests.support.shadows import ShadowProcess, wait_until
 
@@ -33,3 +35,21 @@ def test_a_stopped_engine_that_was_replaced_adds_nothing_and_ends(tiny_model: Pa
             assert [stream.result() for stream in (*streams, late)] == [EXPECTED] * 4
             assert old.process.wait(10) != 0, "it looks at its lock, and ends"
             wait_until(lambda: workers_of(url) == [new.url], "the router has forgotten it")
+
+
+def test_an_engine_whose_directory_is_removed_leaves_its_epoch_to_the_next_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """While nobody stands by, only the engine that serves knows the epoch; routers would drop a lower one."""
+    directory = tmp_path / "cohort"
+    directory.mkdir(mode=0o700)
+    (directory / "standby-00000000-00000000.lock").touch()  # of an engine that was killed
+    with ShadowProcess(tiny_model, directory, "a", STEP) as old:
+        old.until("active")
+        assert not list(directory.glob("standby-*")), "nobody waits"
+        shutil.rmtree(directory)
+        assert old.process.wait(10) != 0, "it looks at its lock, and ends"
+    next_one = CohortLock(directory, "default")
+    assert next_one.try_acquire()
+    assert next_one.claim("b", "http://127.0.0.1:1", 0) == 2
+    next_one.release()

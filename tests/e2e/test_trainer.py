@@ -18,6 +18,7 @@ import pytest
 import segue
 from segue.trainer.group import free_port
 from tests.e2e.served import greedy
+from tests.support.child import start_child
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "start_servers.sh"
 OPTIONS = {"num_kv_tokens": 1024, "max_running_requests": 2, "log_level": "warning"}
@@ -72,9 +73,7 @@ def started() -> Iterator[Started]:
         "TRAINER_ARGS": "--dtype bfloat16 --learning-rate 1e-4",
         "DEADLINE_S": "60",
     }
-    process = subprocess.Popen(
-        [str(SCRIPT)], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    process = start_child([str(SCRIPT)], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     assert process.stdout is not None
     with process:
         try:

@@ -19,6 +19,7 @@ from typing import Self
 
 from segue.errors import LockLostError
 from segue.failover.lock import CohortLock
+from tests.support.child import start_child
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ class LockHolder:
     def __init__(self, directory: Path, cohort: str = "default") -> None:
         command = [sys.executable, "-m", "tests.failover.lock_holder", str(directory), cohort]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        self.process = start_child(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from segue.discovery.file import FileDiscovery
+from segue.discovery.record import EngineRecord
 from segue.discovery.several import SeveralBackends
 from segue.errors import LockLostError
 from segue.failover.epochs import claim_epoch
@@ -37,6 +38,18 @@ def test_the_epoch_is_above_all_that_anybody_knows(tmp_path: Path) -> None:
         assert await claim_epoch(lock, discovery, "a", URL) == 7
         assert await claim_epoch(lock, discovery, "a", URL, at_least=20) == 21
         assert await discovery.highest_epoch("default") == 21
+        lock.release()
+
+    run(test())
+
+
+def test_the_epoch_is_above_those_of_records_too(tmp_path: Path) -> None:
+    async def test() -> None:
+        lock, discovery = held(tmp_path / "f"), FileDiscovery(tmp_path / "f")
+        await discovery.put(EngineRecord(cohort="default", engine="b", epoch=7, url=URL))
+        await discovery.put(EngineRecord(cohort="another", engine="b", epoch=70, url=URL))
+        assert await claim_epoch(lock, discovery, "a", URL) == 8
+        await discovery.close()
         lock.release()
 
     run(test())

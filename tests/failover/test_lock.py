@@ -13,6 +13,7 @@ import pytest
 
 from segue.errors import ConfigError, LockLostError
 from segue.failover.lock import SLOT_BYTES, CohortLock, LockNote
+from segue.options import MAX_OWN_URL
 from tests.failover.lock_holder import LockHolder
 
 URL = "http://127.0.0.1:1"
@@ -183,6 +184,52 @@ def test_who_waits_in_a_directory_that_is_removed_makes_it_anew_and_claims_a_hig
         assert waiter.answer()
         assert waiter.ask("claim 0") == "6", "routers still know of 5, and would drop an engine with less"
         assert waiter.ask("ours") == "True"
+
+
+def test_an_engine_whose_lock_s_file_is_gone_leaves_its_epoch(directory: Path) -> None:
+    old = CohortLock(directory, "default")
+    assert old.try_acquire()
+    assert old.claim("a", URL, 4) == 5
+    shutil.rmtree(directory)
+    assert not old.is_ours()
+    old.leave_epoch("a", URL)
+    new = CohortLock(directory, "default")
+    assert new.try_acquire(), "the epoch is there, and the lock is nobody's"
+    assert new.claim("b", URL, 0) == 6
+    assert new.is_ours()
+    old.leave_epoch("a", URL)
+    assert new.is_ours(), "a lower epoch changes nothing"
+    assert new.claim("b", URL, 0) == 7
+    new.release()
+    old.release()
+
+
+def test_the_longest_names_fit_into_a_note(directory: Path) -> None:
+    lock = CohortLock(directory, "default")
+    assert lock.try_acquire()
+    url = "http://".ljust(MAX_OWN_URL, "x")
+    assert lock.claim("e" * 63, url, 1 << 62) == (1 << 62) + 1
+    assert (found := lock.note()) is not None and found.url == url
+    lock.release()
+
+
+def test_who_has_claimed_too_low_an_epoch_meanwhile_is_told(directory: Path) -> None:
+    old, new = CohortLock(directory, "default"), CohortLock(directory, "default")
+    assert old.try_acquire()
+    assert old.claim("a", URL, 4) == 5
+    shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+    assert new.try_acquire()
+    assert new.claim("b", URL, 0) == 1
+    assert new.is_ours()
+    old.leave_epoch("a", URL)
+    assert not new.is_ours(), "so it ends, and its successor"
+    new.release()
+    third = CohortLock(directory, "default")
+    assert third.try_acquire()
+    assert third.claim("b", URL, 0) == 6
+    third.release()
+    old.release()
 
 
 def test_a_lock_that_cannot_be_opened_is_an_error_that_names_it(directory: Path) -> None:

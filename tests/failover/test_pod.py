@@ -41,7 +41,15 @@ def test_the_probes_of_the_manifest_are_those_of_the_design() -> None:
     startup = containers["gms"].probes[ProbeKind.STARTUP]
     assert startup.action == Execution(command=("segue", "gms", "ready", "--gms-dir=/run/segue/gms"))
     assert (startup.period_s, startup.failure_threshold) == (1, 300)
-    assert containers["gms-holder"].probes == {}
+    for name, words in (("gms", ("ready",)), ("gms-holder", ("ready", "--holder"))):
+        assert containers[name].probes[ProbeKind.LIVENESS] == Probe(
+            action=Execution(command=("segue", "gms", *words, "--gms-dir=/run/segue/gms")),
+            initial_delay_s=10,
+            period_s=10,
+            timeout_s=10,
+            failure_threshold=2,
+        ), "engines go on without it, and it takes everything back when it is started again"
+    assert containers["gms-holder"].probes.keys() == {ProbeKind.LIVENESS}
     assert containers["router"].probes[ProbeKind.READINESS].action == HttpGet(path="/ready", port="http")
 
 

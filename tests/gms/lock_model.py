@@ -8,6 +8,7 @@ from math import inf
 from typing import Literal
 
 from segue.gms import fsm
+from segue.gms.granting import STALLED_S
 from segue.gms.lock_state import (
     AbortEvent,
     AdoptEvent,
@@ -152,7 +153,7 @@ def renumbered(state: WeightsState) -> WeightsState:
         return tuple(slab[each] for each in found)
 
     def renew(lease: WeightsLease) -> WeightsLease:
-        due = fsm.STALLED_S if lease.is_rw and lease.parent is None else inf
+        due = STALLED_S if lease.is_rw and lease.parent is None else inf
         ranks = (
             RankState(
                 r.session and session[r.session],

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import msgspec
 from segue.gms import messages as wire
 from segue.gms.transport import SOCKET, close, connect, new_socket, receive, send
 from tests.gms.running import DEADLINE_S, until
+from tests.support.child import start_child
 
 HOLD, HELD, RELEASED = "hold.json", "held.json", "released"  # files by which the processes talk
 
@@ -33,7 +33,7 @@ class Relay:
         own.mkdir(mode=0o700)
         self._own = own
         words = [sys.executable, "-m", "tests.gms.relay", str(service), str(own)]
-        self._process = subprocess.Popen(words)
+        self._process = start_child(words)
         until((own / SOCKET).exists, "the relay listens")
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from pathlib import Path
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest
+from segue.gms.supervisor import GMS_COMMAND
+from tests.support.child import start_child
 
 SLAB = 2 << 20
 DEADLINE_S = 30.0
@@ -21,9 +22,8 @@ DEADLINE_S = 30.0
 
 def start(directory: Path, *options: str, command: str = "serve") -> subprocess.Popen[bytes]:
     """Start `segue gms …`; what it prints goes to the test's output."""
-    program = "from segue.cli.gms import gms_app; gms_app()"  # starts a second sooner than the whole CLI
-    words = [sys.executable, "-c", program, command, "--gms-dir", str(directory), *options]
-    return subprocess.Popen(words, start_new_session=True)
+    words = [*GMS_COMMAND, command, "--gms-dir", str(directory), *options]
+    return start_child(words, start_new_session=True)
 
 
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:

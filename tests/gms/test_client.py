@@ -21,6 +21,7 @@ from segue.gms.manifest import WeightsManifest
 from segue.memory.memfd import MemfdVMM
 from segue.memory.window import MemoryWindow
 from tests.gms.running import SLAB, manifest, refusal, running, target, until
+from tests.support.child import start_child
 
 POINTS = ("1%", "50%", "99%", "flip", "commit")  # where a loader dies
 
@@ -36,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def racing(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that runs schedules."""
     command = [sys.executable, "-m", "tests.gms.racer", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

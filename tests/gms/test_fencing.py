@@ -16,6 +16,7 @@ from segue.gms.client import GmsClient
 from segue.gms.messages import EpochChanged
 from tests.gms.running import DEADLINE_S, running, target, until
 from tests.gms.serving import serving
+from tests.support.child import start_child
 
 ENGINE = """
 import sys, time
@@ -43,7 +44,7 @@ def start() -> Iterator[object]:
 
     def new(directory: Path, name: str, does: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", ENGINE, str(directory), name, does]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = start_child(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         return process

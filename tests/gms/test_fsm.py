@@ -18,6 +18,7 @@ from segue.gms.lock_state import (
     AskEvent,
     BeatEvent,
     ClaimEvent,
+    Cohort,
     DropEffect,
     FlipEvent,
     GoneEvent,
@@ -355,7 +356,7 @@ def test_what_an_abandoned_receiver_may_write_to_is_kept_until_its_process_has_g
 def test_a_rank_that_joins_after_the_others_have_followed_an_update_is_refused() -> None:
     state = WeightsState(
         generations={5: fsm.WeightsGeneration(key="k", is_loaded=False, cohort="a", slabs=((), ()))},
-        cohorts={"a": fsm.Cohort(current=5)},
+        cohorts={"a": Cohort(current=5)},
         leases={
             3: fsm.WeightsLease(
                 cohort="a", key="k", generation=2, ranks=(RankState(1), RankState()), is_rw=False

@@ -30,6 +30,7 @@ from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import SOCKET, new_socket, receive, send
 from segue.memory.memfd import MemfdVMM
 from tests.gms.running import SLAB, descriptors_of, end, manifest, refusal, running, start, target, until
+from tests.support.child import start_child
 
 HELLO = wire.encode(wire.OpenSession(call=1, protocol=wire.PROTOCOL, tag="watch"))
 
@@ -267,7 +268,7 @@ def test_the_end_of_a_process_is_seen_while_its_child_has_the_socket(
     shared_service: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     directory, _ = shared_service
-    process = subprocess.Popen(
+    process = start_child(
         [sys.executable, "-c", FORKED, str(directory)], stdout=subprocess.PIPE, start_new_session=True
     )
     with target(directory, tag="watch") as client:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from segue.errors import MemoryServiceError
 from tests.gms.running import SLAB, end, manifest, start, target, until
+from tests.support.child import start_child
 
 
 def children(process: subprocess.Popen[bytes]) -> dict[str, int]:
@@ -52,6 +54,31 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path) -> 
                 if command == "serve":
                     until(lambda: client.is_lost, "the killed service answers")
             until(lambda: current(tmp_path / "d") == generation, "the weights are lost")
+        assert process.poll() is None
+    finally:
+        end(process)
+    assert process.returncode == 0
+
+
+OFTEN = """
+import sys
+from segue.gms.config import GmsConfig
+from segue.gms.supervisor import AnswerRules, GmsSupervisor
+config = GmsConfig(gms_dir=sys.argv[1], devices="cpu", on_child_exit="restart")
+rules = AnswerRules(period_s=0.1, answer_s=0.4, start_s=2)
+sys.exit(GmsSupervisor(config, "restart", rules).run())
+"""
+
+
+def test_a_child_that_was_stopped_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    process = start_child([sys.executable, "-c", OFTEN, str(tmp_path / "d")], start_new_session=True)
+    try:
+        generation = load(tmp_path / "d")
+        until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
+        before = children(process)["serve"]
+        os.kill(before, signal.SIGSTOP)
+        until(lambda: children(process).get("serve", before) != before, "it is not started again")
+        until(lambda: current(tmp_path / "d") == generation, "the weights are lost")
         assert process.poll() is None
     finally:
         end(process)

@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from segue.discovery.base import OnRecords
+from segue.discovery.file import FileDiscovery
+from segue.router.discovery import DiscoveredWorkers
 from tests.router.fake_servers import (
     REPLY,
     STREAM,
@@ -20,6 +23,7 @@ from tests.router.fake_servers import (
     RunningRouter,
     native_error,
     overloaded,
+    routed,
     run,
     say_hello,
     until,
@@ -129,6 +133,88 @@ def test_a_request_of_which_nothing_came_waits_for_the_successor(
                 assert reply.content == WHOLE_STREAM
             assert [each.given for each in second.exchanges] == [[]]
         await second.die()
+
+    run(test())
+
+
+def test_a_router_that_has_just_started_waits_for_the_engine_that_a_record_names(directory: Path) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await (exchange.whole(b"{}") if exchange.method == "GET" else finish(exchange))
+
+    async def test() -> None:
+        engine = CohortEngine(directory, 1, answer)
+        engine.watch_status = 503  # the router cannot learn of it yet
+        await engine.serve()
+        async with discovering(directory) as router:
+            await until(lambda: router.registry.get(engine.id) is not None, "the router knows of the record")
+            request = asyncio.create_task(router.generate())
+            models = asyncio.create_task(router.http.get("/v1/models"))
+            await waiting(router)
+            engine.watch_status = 200
+            assert (await request).status_code == 200
+            assert (await models).status_code == 200
+            assert router.registry.counters.refused == 0
+        await engine.die()
+
+    run(test())
+
+
+class LateDiscovery(FileDiscovery):
+    """A place that answers late, as a server elsewhere does."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.answers = asyncio.Event()
+
+    async def watch(self, on_records: OnRecords) -> None:
+        await self.answers.wait()
+        await super().watch(on_records)
+
+
+def test_a_router_that_has_just_started_waits_for_what_discovery_says(directory: Path) -> None:
+    async def test() -> None:
+        engine, late = CohortEngine(directory, 1, finish), LateDiscovery(directory)
+        await engine.serve()
+        async with routed(waits=False, resume_timeout_s=5) as router:
+            router.router.discover(DiscoveredWorkers(late))
+            request = asyncio.create_task(router.generate())
+            await waiting(router)
+            late.answers.set()
+            assert (await request).status_code == 200
+        await engine.die()
+
+    run(test())
+
+
+def test_discovery_that_says_nothing_is_not_waited_for_longer_than_the_limit(directory: Path) -> None:
+    async def test() -> None:
+        late = LateDiscovery(directory)
+        async with routed(waits=False, resume_timeout_s=0.3) as router:
+            router.router.discover(DiscoveredWorkers(late))
+            reply = await router.generate()
+            assert reply.status_code == 503 and "no engine has been active for 0.3 s" in reply.text
+            late.answers.set()  # there is none
+            await until(lambda: not router.registry.served, "it has answered")
+            assert "has been active" not in (await router.generate()).text
+
+    run(test())
+
+
+def test_an_engine_that_a_record_names_is_not_waited_for_longer_than_the_limit(directory: Path) -> None:
+    async def test() -> None:
+        engine = CohortEngine(directory, 1, finish)
+        engine.watch_status = 503
+        await engine.serve()
+        async with discovering(directory, resume_timeout_s=0.3) as router:
+            await until(lambda: router.registry.get(engine.id) is not None, "the router knows of the record")
+            for _ in range(2):  # the second one does not wait again
+                reply = await router.generate()
+                assert reply.status_code == 503
+                assert "no engine of cohort c has been active for" in reply.text
+            assert router.registry.counters.waits == 1
+            await router.http.delete(f"/workers/{engine.id}")
+            assert "cohort" not in (await router.generate()).text, "an operator has removed the last one"
+        await engine.die()
 
     run(test())
 

@@ -13,12 +13,13 @@ import pytest
 
 from segue.config import EngineConfig
 from segue.discovery.record import EngineRecord
+from segue.errors import ConfigError
 from segue.failover.life import LifeState
 from segue.failover.system_health import SystemHealth
 from segue.launch.runtime import Runtime
 from segue.listener import bind
 from segue.server.cohort import CohortMember
-from segue.server.endpoint import EngineEndpoint
+from segue.server.endpoint import EngineEndpoint, _check_record_url
 from tests.support.fake_engine import FAKE_WORKER
 
 PATHS = {
@@ -46,11 +47,15 @@ class Door:
             return probe.connect_ex(("127.0.0.1", int(self.endpoint.url.rpartition(":")[2]))) == 0
 
 
+def cohort_config(model: Path, directory: Path, **options: Any) -> EngineConfig:
+    given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error"}
+    cohort = {"shadow_mode": True, "failover_dir": str(directory / "cohort"), "engine_id": "a"}
+    return EngineConfig(**given | cohort | options)
+
+
 def run(model: Path, directory: Path, work: Callable[[Door], Awaitable[None]], **options: Any) -> None:
     async def whole() -> None:
-        given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error"}
-        cohort = {"shadow_mode": True, "failover_dir": str(directory / "cohort"), "engine_id": "a"}
-        config = EngineConfig(**given | cohort | options)
+        config = cohort_config(model, directory, **options)
         member, health = CohortMember(config), SystemHealth(listed=["generate"])
         with closing(bind(config.host, 0)) as listener:
             endpoint = EngineEndpoint(config, listener, health, member, "http://system")
@@ -113,3 +118,46 @@ def test_the_url_of_the_record_can_be_given(tiny_model: Path, tmp_path: Path) ->
         assert note is not None and note.url == "http://gpu-1:80"
 
     run(tiny_model, tmp_path, work, register_url="http://gpu-1:80")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({}, True),
+        ({"discovery": "none"}, False),
+        ({"register_url": "http://gpu-1:80"}, False),
+    ],
+)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_the_address_of_a_record_must_be_one_that_routers_can_reach(
+    tiny_model: Path, tmp_path: Path, host: str, options: dict[str, Any], is_refused: bool
+) -> None:
+    config = cohort_config(tiny_model, tmp_path, host=host, **options)
+    try:
+        listener = bind(host, 0)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    health, member = SystemHealth(listed=["generate"]), CohortMember(config)
+
+    async def make() -> EngineEndpoint:
+        with closing(listener):
+            return EngineEndpoint(config, listener, health, member, "http://0.0.0.0:9090")
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"host='{host}': .* all addresses, .* --register-url"):
+            asyncio.run(make())
+    elif "register_url" in options:
+        assert asyncio.run(make())._system_url == "http://gpu-1:9090", "the record's other URL too"
+    else:
+        asyncio.run(make())
+
+
+def test_a_record_elsewhere_with_an_address_of_this_host_alone_is_a_warning(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = cohort_config(
+        tiny_model, tmp_path, discovery="file,etcd", discovery_target=",http://127.0.0.1:9"
+    )
+    for own, num_warnings in (("http://127.0.0.1:80", 1), ("http://gpu-1:80", 1)):
+        _check_record_url(config, own)
+        assert sum("routers on other hosts cannot reach" in text for text in caplog.messages) == num_warnings

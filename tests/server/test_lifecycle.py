@@ -23,6 +23,7 @@ import pytest
 from tests.launch.test_processes import is_alive
 from tests.server.conftest import MODEL
 from tests.server.events import parse_events
+from tests.support.child import start_child
 
 PROGRAM = Path(__file__).with_name("fake_server.py")
 STREAM = {"model": MODEL, "prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -40,7 +41,7 @@ class ServerProcess:
         **options: Any,
     ) -> None:
         given = {"model": str(model), "load_format": "dummy", "port": 0, "log_level": "error", **options}
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, str(PROGRAM), json.dumps(given)],
             env=os.environ | (environment or {}),
             stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.server.fake_server import __file__ as PROGRAM
+from tests.support.child import start_child
 
 WAIT_S = 30.0
 
@@ -50,7 +51,7 @@ class ShadowProcess:
             **options,
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115, `__exit__` closes it
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, PROGRAM, json.dumps(given)],
             env=os.environ | (environment or {}),
             stdout=subprocess.PIPE,

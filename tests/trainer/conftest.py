@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.child import start_child
+
 
 @dataclass(frozen=True)
 class FakeEngine:
@@ -27,7 +29,7 @@ class FakeEngine:
 
 def start() -> FakeEngine:
     command = [sys.executable, "-m", "tests.trainer.fake_engine"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = start_child(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return FakeEngine(process, process.stdout.readline().strip())
 

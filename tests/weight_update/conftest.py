@@ -19,6 +19,7 @@ import torch
 from segue.messages.weight_operations import Group
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
+from tests.support.child import start_child
 
 TRAINER = Path(__file__).with_name("trainer.py")
 DEADLINE_S = 30.0
@@ -91,7 +92,7 @@ class Trainer:
 def trainer_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket at which trainers can be started."""
     address = str(tmp_path_factory.mktemp("trainer") / "socket")
-    process = subprocess.Popen([sys.executable, str(TRAINER), address], stdout=subprocess.PIPE, text=True)
+    process = start_child([sys.executable, str(TRAINER), address], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield address

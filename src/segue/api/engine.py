@@ -23,6 +23,7 @@ from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
 from segue.errors import EngineDeadError
 from segue.frontend.tokenizer import Tokenizer
+from segue.launch import engine_info
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.messages.control import FlushResult, PauseResult
@@ -225,11 +226,11 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """Options, version, what was decided at start, and ``internal_states``."""
-        return self._running.call(self._runtime.server_info())
+        return self._running.call(engine_info.server_info(self._runtime))
 
     async def async_get_server_info(self) -> dict[str, Any]:
         """As :meth:`get_server_info`."""
-        return await self._running.call_async(self._runtime.server_info())
+        return await self._running.call_async(engine_info.server_info(self._runtime))
 
     def shutdown(self) -> None:
         """End requests in flight with what they have, and the workers. Calling it again does nothing."""

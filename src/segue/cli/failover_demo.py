@@ -24,8 +24,10 @@ from segue.config import Device, LoadFormat
 from segue.errors import SegueError
 
 QUESTION = "Why does the sky look blue by day, and red at sunset?"
+LOOK_S = 0.005  # between two looks at the reply
 KILL_AFTER = 24  # pieces of text, each of which shows about one token
-END_S = 120.0  # for the reply to end
+QUIET_S = 120.0  # without a further piece; a busy machine may take minutes for a whole reply
+MOST_TOKENS = 4096
 PANEL = "Demonstration"
 
 
@@ -66,7 +68,7 @@ def failover_demo(
     ] = "auto",
     device: Annotated[Device, setting("device", "Device that runs the model.", group=PANEL)] = "cpu",
     tokens: Annotated[
-        int, setting("tokens", "Tokens of the reply.", group=PANEL, min=2 * KILL_AFTER, max=4096)
+        int, setting("tokens", "Tokens of the reply.", group=PANEL, min=2 * KILL_AFTER, max=MOST_TOKENS)
     ] = 160,
 ) -> None:
     """Kill an engine in the middle of its reply, and see another one go on with it.
@@ -76,64 +78,88 @@ def failover_demo(
     console = Console(highlight=False)
     options = [f"--device={device}", f"--load-format={load_format}", "--deterministic"]
     options += [] if model is None else [f"--model={model}"]
-    with console.status("Starting two engines and a router …"):
-        pod = PodProcess(options)
+    with console.status("Starting two engines and a router …") as status:
+        pod = PodProcess(
+            options,
+            on_progress=lambda line: status.update(f"Starting two engines and a router: {escape(line)}"),
+        )
     with pod:
-        show = _Picture(console, tokens)
+        show = _Picture(console)
         first = pod.serving()
         assert first is not None
         show.engines[first.engine] = "[green]serves[/green], epoch 1"
         show.engines["engine-b" if first.engine == "engine-a" else "engine-a"] = "stands by"
         with show:
-            _kill_in_the_middle(pod, show, tokens)
-        with console.status("Asking once more, and killing nothing …"):
+            tokens = _kill_in_the_middle(pod, show, tokens)
+        with console.status("Asking once more, and killing nothing …") as status:
             again = _ask(pod, tokens)
-            again.thread.join(END_S)
-        _report(console, show, again.stream)
+            for _ in _progress(again):
+                status.update(
+                    f"Asking once more, and killing nothing: {len(again.pieces)} of {len(show.stream.pieces)}"
+                )
+        _report(console, show, again)
 
 
-@dataclass(slots=True)
-class _Question:
-    stream: WatchedStream
-    thread: threading.Thread
-
-
-def _ask(pod: PodProcess, tokens: int) -> _Question:
+def _ask(pod: PodProcess, tokens: int) -> WatchedStream:
     """Send the question; the reply is read by a thread."""
     chat = RemoteChat(Remote(pod.url, None), {"temperature": 0, "max_tokens": tokens, "ignore_eos": True})
     stream = WatchedStream()
     reply = chat.reply([{"role": "user", "content": QUESTION}])
-    thread = threading.Thread(target=stream.read, args=(reply,), daemon=True)
-    thread.start()
-    return _Question(stream, thread)
+    threading.Thread(target=stream.read, args=(reply,), daemon=True).start()
+    return stream
 
 
-def _kill_in_the_middle(pod: PodProcess, show: _Picture, tokens: int) -> None:
-    """Ask, kill the engine that answers when it has begun, and read the reply to its end."""
-    question = _ask(pod, tokens)
-    show.stream = question.stream
-    deadline = time.monotonic() + END_S
-    while len(question.stream.pieces) < KILL_AFTER and not question.stream.has_ended:
-        show.wait(deadline)
-    if not question.stream.has_ended:
-        show.killed_at = time.monotonic()
-        times = show.times = pod.kill_serving()
-        show.engines[times.victim.engine] = "[red]killed[/red] with SIGKILL, starts again as a shadow"
-        show.engines[times.successor.engine] = f"[green]serves[/green], epoch {times.successor.epoch}"
-    while not question.stream.has_ended:
-        show.wait(deadline)
+def _progress(stream: WatchedStream) -> Iterator[None]:
+    """Yield again and again until a reply has ended.
+
+    Raises:
+        SegueError: nothing has come for too long.
+    """
+    num_pieces, since = 0, time.monotonic()
+    while not stream.has_ended:
+        if len(stream.pieces) > num_pieces:
+            num_pieces, since = len(stream.pieces), time.monotonic()
+        if time.monotonic() > since + QUIET_S:
+            raise SegueError(f"nothing came for {QUIET_S:g} s behind {num_pieces} pieces of the reply")
+        yield
+        time.sleep(LOOK_S)
+
+
+def _kill_in_the_middle(pod: PodProcess, show: _Picture, tokens: int) -> int:
+    """Ask, kill the engine that answers when it has begun, and read the reply to its end.
+
+    A reply that has ended by then, because this process had to wait for a core, is asked for again with twice
+    as many tokens. Returns how many they were.
+    """
+    while True:
+        stream, show.times = _ask(pod, tokens), None
+        show.stream = stream
+        for _ in _progress(stream):
+            if show.times is None and len(stream.pieces) >= KILL_AFTER:
+                _kill(pod, show)
+        if show.goes_on or stream.error is not None or tokens >= MOST_TOKENS:
+            return tokens
+        tokens = min(2 * tokens, MOST_TOKENS)
+        pod.wait_for_standby()
+
+
+def _kill(pod: PodProcess, show: _Picture) -> None:
+    """Kill the engine that serves, and show how another one takes over."""
+    show.killed_at = time.monotonic()
+    times = show.times = pod.kill_serving()
+    show.engines[times.victim.engine] = "[red]killed[/red] with SIGKILL, starts again as a shadow"
+    show.engines[times.successor.engine] = f"[green]serves[/green], epoch {times.successor.epoch}"
 
 
 class _Picture:
     """What is seen while it goes on: a picture that changes in a terminal, nothing elsewhere."""
 
-    def __init__(self, console: Console, tokens: int) -> None:
+    def __init__(self, console: Console) -> None:
         self.engines: dict[str, str] = {}
         self.stream = WatchedStream()
         self.killed_at: float | None = None
         self.times: TakeoverTimes | None = None
         self._console = console
-        self._tokens = tokens
         self._live = Live(self, console=console, refresh_per_second=20, transient=True)
 
     def __enter__(self) -> None:
@@ -144,15 +170,12 @@ class _Picture:
         if self._console.is_terminal:
             self._live.stop()
 
-    def wait(self, deadline: float) -> None:
-        """Let a moment pass.
-
-        Raises:
-            SegueError: the reply takes too long.
-        """
-        if time.monotonic() > deadline:
-            raise SegueError(f"the reply did not end within {END_S:g} s")
-        time.sleep(0.005)
+    @property
+    def goes_on(self) -> bool:
+        """Whether a part of the reply is the successor's."""
+        return self.times is not None and self.stream.num_until(self._record_at(self.times)) < len(
+            self.stream.pieces
+        )
 
     def __rich__(self) -> RenderableType:
         engines = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -217,8 +240,10 @@ def _report(console: Console, show: _Picture, again: WatchedStream) -> None:
         console.print(show)
     if show.stream.error is not None:
         raise show.stream.error
-    if show.times is None:
+    if not show.goes_on:
         raise SegueError("the reply ended before the engine was killed; give more --tokens")
+    if again.error is not None:
+        raise again.error
     if show.stream.text != again.text:
         raise SegueError("the reply differs from the one of a run without a kill")
     count = len(show.stream.pieces)

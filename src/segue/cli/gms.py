@@ -15,13 +15,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from segue.cli.flags import setting, with_options
+from segue.cli.reporting import errors_in_red
 from segue.gms.config import SERVE_GROUP, GmsConfig
 
 LOOK_S = 10.0  # for a service to answer a person who looks at it
 
 gms_app = typer.Typer(
-    help="Keep weights in memory that outlives the engines, and share them.", no_args_is_help=True
+    help="Keep weights in memory that outlives the engines, and share them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def main(words: list[str]) -> None:
+    """Run ``segue gms`` with the words behind it, and end the process."""
+    with errors_in_red():
+        gms_app(args=words, prog_name="segue gms")
 
 
 @gms_app.command()
@@ -48,7 +59,7 @@ def serve(config: GmsConfig) -> None:
     if config.on_child_exit != "alone":
         from segue.gms.supervisor import GmsSupervisor
 
-        sys.exit(GmsSupervisor(config.child_environment, config.on_child_exit).run())
+        sys.exit(GmsSupervisor(config, config.on_child_exit).run())
     sys.exit(asyncio.run(lifecycle.serve(config, print_ready)))
 
 
@@ -72,22 +83,18 @@ def ready(
     timeout_s: Annotated[
         float, setting("timeout_s", "Seconds in which the service must answer.", group="Place", min=0)
     ] = 2.0,
+    holder: Annotated[
+        bool, setting("holder", "Ask the holder of descriptors, not the service.", group="Place")
+    ] = False,
 ) -> None:
     """Exit with 0 if the memory service answers for every one of its devices; a probe can run this."""
-    from segue.gms.client import GmsClient, GmsTarget
+    from segue.gms.readiness import check_holder, check_service
 
-    with _watch(config, timeout_s, reply_s=timeout_s) as client:
-        devices = client.opened.devices
-    for device in devices:
-        target = GmsTarget(
-            directory=config.gms_dir,
-            device=device,
-            token=config.gms_token,
-            connect_s=timeout_s,
-            reply_s=timeout_s,
-            engine="ready",
-        )
-        GmsClient(target).close()
+    if holder:
+        check_holder(config.gms_dir, timeout_s)
+        typer.echo("ready: the holder of descriptors")
+        return
+    devices = check_service(config.gms_dir, config.gms_token, timeout_s)
     typer.echo(f"ready: {', '.join(devices)}")
 
 
@@ -128,17 +135,13 @@ def events(
             time.sleep(0.2)
 
 
-def _watch(config: GmsConfig, connect_s: float = 0.0, reply_s: float = LOOK_S) -> Any:
+def _watch(config: GmsConfig) -> Any:
     """Return a client that only looks."""
     from segue.gms.client import GmsClient, GmsTarget
 
     return GmsClient(
         GmsTarget(
-            directory=config.gms_dir,
-            tag="watch",
-            token=config.gms_token,
-            connect_s=connect_s,
-            reply_s=reply_s,
+            directory=config.gms_dir, tag="watch", token=config.gms_token, connect_s=0.0, reply_s=LOOK_S
         )
     )
 
@@ -167,13 +170,14 @@ def status_tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
         [
             each["generation"],
             each["state"],
+            each["version"] or "-",
             ", ".join(each["cohorts"]) or "-",
             mib(each["bytes"]),
             "\n".join(each["readers"]) or "-",
         ]
         for each in found["generations"]
     ]
-    add("Generations", ["generation", "state", "cohorts", "size", "used by"], rows)
+    add("Generations", ["generation", "state", "version", "cohorts", "size", "used by"], rows)
     rows = [[name, each["current"] or "-", each["epoch"]] for name, each in found["cohorts"].items()]
     add("Cohorts", ["cohort", "generation", "epoch"], rows)
     if found["kv"]:

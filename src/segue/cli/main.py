@@ -23,9 +23,10 @@ from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.gms import gms_app
 from segue.cli.remote import Remote, control_app
+from segue.cli.reporting import errors_in_red
 from segue.cluster.config import ClusterConfig
 from segue.config import MOST_SHADOWS, SERVER_GROUPS, Device, EngineConfig, LogLevel
-from segue.errors import CacheDirectoryError, ConfigError, ModelFileError, SegueError
+from segue.errors import CacheDirectoryError, ConfigError, ModelFileError
 from segue.launch.processes import worker_environment
 from segue.listener import bind, listen
 from segue.logs import configure
@@ -52,13 +53,8 @@ app.command("failover-demo")(failover_demo)
 
 def main() -> None:
     """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
-    try:
+    with errors_in_red():
         app(args=join_lists(sys.argv[1:], EngineConfig, RouterConfig))
-    except SegueError as error:
-        Console(stderr=True, highlight=False).print(
-            f"segue: {error.message}", style="red", markup=False, soft_wrap=True
-        )
-        sys.exit(1)
 
 
 def _print_version(requested: bool) -> None:

@@ -17,7 +17,7 @@ from segue.cluster.devices import share_gpus, threads_per_rank, visible_gpus
 from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.cluster.processes import ChildSpec, HealthProbes
 from segue.config import EngineConfig, Role, TransportChoice
-from segue.failover.pod import Container, bundled_manifest, read_pod
+from segue.failover.pod import Container, Execution, Probe, ProbeKind, bundled_manifest, read_pod
 from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import HOLDER_SOCKET, SOCKET
 from segue.http_guard import is_loopback
@@ -74,7 +74,7 @@ def make_children(
     num_each = 1 + config.size.shadows
     probes = read_pod(bundled_manifest()) if config.size.shadows else {}
     starts_service = shares_weights(config) and config.engine.gms_dir is None
-    children = _memory_service(config, host, base) if starts_service else []
+    children = _memory_service(config, host, base, probes) if starts_service else []
     for index, (worker, role) in enumerate(workers):
         on_gpu = bool(shares[index])
         equal = replace(
@@ -125,8 +125,13 @@ def shares_weights(config: ClusterConfig) -> bool:
     return bool(config.size.shadows) and engine.gms_mode != "off" and not engine.enable_memory_saver
 
 
-def _memory_service(config: ClusterConfig, host: ClusterHost, base: Mapping[str, str]) -> list[ChildSpec]:
-    """Return the holder of descriptors and the memory service, for the devices of the engines."""
+def _memory_service(
+    config: ClusterConfig, host: ClusterHost, base: Mapping[str, str], pod: Mapping[str, Container]
+) -> list[ChildSpec]:
+    """Return the holder of descriptors and the memory service, for the devices of the engines.
+
+    They have the liveness probes of a pod's containers. That they have started is seen by their sockets.
+    """
     devices = "all" if host.gpus and config.engine.device != "cpu" else "cpu"
     options = {"gms_dir": host.gms_dir, "log_level": config.engine.log_level}
     environment = dict(base) | {variable(name): value for name, value in options.items()}
@@ -139,12 +144,23 @@ def _memory_service(config: ClusterConfig, host: ClusterHost, base: Mapping[str,
             command=(*GMS_COMMAND, *words),
             environment=environment,
             probe=SocketProbe(path=os.path.join(host.gms_dir, path)),
+            health=HealthProbes(
+                probes={ProbeKind.LIVENESS: _run_here(pod[name].probes[ProbeKind.LIVENESS])}, ports={}
+            ),
         )
         for name, words, path in (
             (MEMORY_HOLDER, ("hold",), HOLDER_SOCKET),
             (MEMORY_SERVICE, ("serve", f"--devices={devices}"), SOCKET),
         )
     ]
+
+
+def _run_here(probe: Probe) -> Probe:
+    """Return a probe that runs ``segue gms`` on this machine; its directory is in the environment."""
+    action = probe.action
+    assert isinstance(action, Execution) and action.command[:2] == ("segue", "gms")
+    words = (word for word in action.command[2:] if not word.startswith(f"{spelling('gms_dir')}="))
+    return replace(probe, action=Execution(command=(*GMS_COMMAND, *words)))
 
 
 def _router(

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -61,13 +61,25 @@ class PodProcess:
     It is killed if the thread that has started it ends without having left the block.
     """
 
-    def __init__(self, options: Sequence[str] = (), *, shadows: int = 1) -> None:
-        """Start it, and wait until it serves; ``options`` are further ones of ``segue serve``.
+    def __init__(
+        self,
+        options: Sequence[str] = (),
+        *,
+        shadows: int = 1,
+        on_progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Start it, and wait until it serves.
+
+        Args:
+            options: further ones of ``segue serve``.
+            shadows: how many engines stand by.
+            on_progress: called by a thread with each line about the start of a process.
 
         Raises:
             ChildStartError: it has ended, or does not serve in time; the message has the end of its log.
         """
         self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self._on_progress = on_progress
         self._directory = tempfile.TemporaryDirectory(prefix="sg-")
         environment = {name: text for name, text in os.environ.items() if not name.startswith("SEGUE_")}
         environment |= import_path(environment) | {"TMPDIR": self._directory.name, "NO_COLOR": "1"}
@@ -112,6 +124,11 @@ class PodProcess:
     def failover_dir(self) -> Path:
         """The directory with the lock and the records of its engines."""
         return next(self.directory.glob("segue-*/failover"))
+
+    @property
+    def gms_dir(self) -> Path:
+        """The directory of the memory service that keeps the weights of its engines."""
+        return next(self.directory.glob("segue-*/gms"))
 
     def serving(self) -> EngineRecord | None:
         """Return the record of the engine that serves; None: none does at the moment."""
@@ -207,9 +224,13 @@ class PodProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line.rstrip("\n"))
-            if " | " not in line and (found := _READY.search(line)):
+            if " | " in line:  # a process's own
+                continue
+            if found := _READY.search(line):
                 self._url = found[1]
                 self._has_started.set()
+            elif not self._has_started.is_set():
+                self._on_progress(line.rstrip("\n"))
         self._has_started.set()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from segue.discovery.base import DiscoveryBackend
 from segue.errors import DiscoveryError
 from segue.failover.lock import CohortLock
@@ -30,7 +32,7 @@ async def claim_epoch(
     cohort = lock.cohort
     while True:
         try:
-            known = await discovery.highest_epoch(cohort)
+            known = await _highest_known(discovery, cohort)
         except DiscoveryError as error:
             logger.warning("%s; the epoch is claimed by the lock alone", error)
             return lock.claim(engine_id, url, at_least)
@@ -41,3 +43,9 @@ async def claim_epoch(
         except DiscoveryError as error:
             logger.warning("%s; the epoch is claimed by the lock alone", error)
             return epoch
+
+
+async def _highest_known(discovery: DiscoveryBackend, cohort: str) -> int:
+    """Returns the highest epoch that was claimed in discovery, or that a record there has."""
+    claimed, records = await asyncio.gather(discovery.highest_epoch(cohort), discovery.list())
+    return max([claimed, *(record.epoch for record in records if record.cohort == cohort)])

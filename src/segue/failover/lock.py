@@ -30,7 +30,8 @@ from segue.lock_files import OpenFile, check_directory
 from segue.options import check_name
 
 SLOT_BYTES = 1024
-NUM_SLOTS = 2
+NUM_SLOTS = 2  # which an engine that claims an epoch writes to by turns
+LEFT_SLOT = NUM_SLOTS  # of an engine that has lost its lock, and leaves its epoch
 _LINE = re.compile(rb"([0-9a-f]{8}) (\{.*\}) *\n", re.DOTALL)
 
 
@@ -132,7 +133,8 @@ class CohortLock:
         last = _newest(slots)
         epoch = max(at_least, self.epoch, self._seen, 0 if last is None else last.epoch) + 1
         line = _line(LockNote(engine=engine_id, pid=os.getpid(), epoch=epoch, url=url))
-        place = 0 if last is None else 1 - slots.index(last)
+        own = _newest(slots[:NUM_SLOTS])
+        place = 0 if own is None else 1 - slots.index(own)
         os.pwrite(file.number, line, place * SLOT_BYTES)
         self.epoch = epoch
         return epoch
@@ -148,11 +150,37 @@ class CohortLock:
         last = _newest(_slots(file.number))
         return self.epoch in (0, 0 if last is None else last.epoch)
 
+    def leave_epoch(self, engine_id: str, url: str) -> None:
+        """Write this engine's epoch into the file that is at the path by now; nobody claims it again then.
+
+        For an engine whose file was deleted or made anew. A new file, which is made if there is none yet,
+        knows of no epoch, and routers drop for ever an engine with a lower one. An engine that has claimed a
+        lower one already sees that it is not the newest, and ends.
+
+        Raises:
+            OSError: the file cannot be made or written.
+        """
+        check_directory(self.path.parent)
+        file = OpenFile(self.path, os.O_RDWR | os.O_CREAT)
+        try:
+            known = _newest(_slots(file.number))
+            if self.epoch > (0 if known is None else known.epoch):
+                note = LockNote(engine=engine_id, pid=os.getpid(), epoch=self.epoch, url=url)
+                os.pwrite(file.number, _line(note), LEFT_SLOT * SLOT_BYTES)
+        finally:
+            file.close()
+
     def release(self) -> None:
         """Give the lock back, also for processes that inherited its file. Not held: nothing happens."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    def discard(self) -> None:
+        """Give the lock back and delete its file, which whoever wants the lock next makes anew."""
+        if self._file is not None and self._file.is_at(self.path):
+            self.path.unlink(missing_ok=True)  # while it is locked: who waits for it sees that it has gone
+        self.release()
 
     def _try_file(self, operation: int) -> bool:
         """Open the file and lock it; returns False if another file has its path by then, or none.
@@ -196,8 +224,9 @@ def _line(note: LockNote) -> bytes:
 
 def _slots(file: int) -> list[LockNote | None]:
     """Returns what stands in each place of the file; None: nothing that was written whole."""
-    data = os.pread(file, NUM_SLOTS * SLOT_BYTES, 0)
-    return [_note_of(data[at : at + SLOT_BYTES]) for at in range(0, NUM_SLOTS * SLOT_BYTES, SLOT_BYTES)]
+    size = (LEFT_SLOT + 1) * SLOT_BYTES
+    data = os.pread(file, size, 0)
+    return [_note_of(data[at : at + SLOT_BYTES]) for at in range(0, size, SLOT_BYTES)]
 
 
 def _note_of(slot: bytes) -> LockNote | None:

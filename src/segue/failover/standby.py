@@ -7,6 +7,8 @@ from pathlib import Path
 
 from segue.failover.lock import CohortLock
 
+_NAME = "standby-"
+
 
 def sign_of(directory: Path, cohort: str, engine_id: str) -> CohortLock:
     """Returns the lock that an engine holds for as long as it waits for the lock of its cohort.
@@ -19,8 +21,12 @@ def sign_of(directory: Path, cohort: str, engine_id: str) -> CohortLock:
 
 def count_standbys(directory: Path, cohort: str) -> int:
     """Return how many engines of the cohort wait to take over."""
-    names = [path.name.removesuffix(".lock") for path in directory.glob(f"{_prefix(cohort)}*.lock")]
-    return sum(_is_held(CohortLock(directory, name)) for name in names)
+    return _count_held(directory, _prefix(cohort))
+
+
+def remove_unheld(directory: Path) -> None:
+    """Delete the files of engines, of whatever cohort, that wait no more."""
+    _count_held(directory, _NAME)
 
 
 def has_standby(directory: Path, cohort: str) -> bool:
@@ -28,13 +34,18 @@ def has_standby(directory: Path, cohort: str) -> bool:
     return count_standbys(directory, cohort) > 0
 
 
-def _is_held(lock: CohortLock) -> bool:
-    if not lock.try_acquire():
-        return True
-    lock.release()
-    return False
+def _count_held(directory: Path, prefix: str) -> int:
+    """Return how many locks with such names are held; the files of the others are deleted."""
+    num_held = 0
+    for path in directory.glob(f"{prefix}*.lock"):
+        lock = CohortLock(directory, path.name.removesuffix(".lock"))
+        if lock.try_acquire():
+            lock.discard()
+        else:
+            num_held += 1
+    return num_held
 
 
 def _prefix(cohort: str) -> str:
     """Returns how the names of these locks begin; no cohort's name is as long."""
-    return f"standby-{zlib.crc32(cohort.encode()):08x}-"
+    return f"{_NAME}{zlib.crc32(cohort.encode()):08x}-"

@@ -10,11 +10,9 @@ from typing import Literal
 
 from segue.config import LogLevel
 from segue.errors import ConfigError, CUDADriverError
-from segue.memory.cuda_driver import device_uuids
-from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
-from segue.options import Options, check_key, option, parse_list, variable
+from segue.options import Options, check_key, check_socket_directory, option, parse_list, variable
 
 OnChildExit = Literal["alone", "exit", "restart"]
 SERVE_GROUP = "Service"
@@ -47,7 +45,9 @@ class GmsConfig(Options):
     """The options of the memory service and of what asks it."""
 
     gms_dir: str = _place(
-        default_directory, "Directory of the memory service's socket; only its user may write there."
+        default_directory,
+        "Directory of the memory service's socket; only its user may write there.",
+        check=check_socket_directory,
     )
     gms_token: str | None = _place(
         None, "What clients must send besides being the same user; default: nothing.", check=check_key
@@ -85,6 +85,10 @@ def vmms_of(devices: str) -> Mapping[str, VMM]:
     Raises:
         ConfigError: there is no such GPU.
     """
+    # Loaded here: a probe, which runs every few seconds, needs the options and no driver.
+    from segue.memory.cuda_driver import device_uuids
+    from segue.memory.cuda_vmm import CudaVMM
+
     names = [part.strip() for part in devices.split(",")]
     found: dict[str, VMM] = {}
     if names == ["all"]:

@@ -1,8 +1,8 @@
 """Holds copies of the memory service's descriptors, so that its end frees nothing (``segue gms hold``).
 
 It is so small that nothing in it fails: it knows names and descriptors, and nothing of weights. A frame is
-one letter and a name: K keeps the descriptor that is with it, F forgets one, A asks for all. The answer to A
-is a K for each, with its descriptor, and an E at the end.
+one letter and a name: K keeps the descriptor that is with it, F forgets one, A asks for all, and P whether it
+runs. The answer to A is a K for each, with its descriptor, and an E at the end; that to P is the E.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Holder:
         """Take the directory, which must have no other holder; raises MemoryServiceError."""
         self._lock = lock_directory(directory, "holder")
         self.held: dict[bytes, int] = {}
+        self._probes: set[socket.socket] = set()  # connections of those that have asked for an answer alone
         self.path = os.path.join(directory, HOLDER_SOCKET)
         try:
             self._listener, self._made = listening(self.path)
@@ -74,8 +75,9 @@ class Holder:
                 raise GmsFrameError("the service has ended")
             self._carry_out(connection, frame[:1], frame[1:], descriptors)
         except (OSError, GmsFrameError) as error:
-            if self.held:  # else it was most likely a probe
+            if self.held and connection not in self._probes:
                 logger.info("a connection has ended; %d descriptors are kept: %s", len(self.held), error)
+            self._probes.discard(connection)
             self._selector.unregister(connection)
             connection.close()
 
@@ -90,6 +92,9 @@ class Holder:
         elif kind == b"A":
             for each, descriptor in self.held.items():
                 send(connection, b"K" + each, [descriptor])
+            send(connection, b"E")
+        elif kind == b"P":
+            self._probes.add(connection)
             send(connection, b"E")
         else:
             raise GmsFrameError(f"a message of kind {kind!r} with {len(descriptors)} descriptors")

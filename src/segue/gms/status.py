@@ -26,16 +26,18 @@ def status_of(service: MemoryService) -> dict[str, object]:
             {
                 "generation": number,
                 "state": "committed",
+                "version": found.version,
                 "cohorts": currents.get(number, []),
                 "bytes": sum(sum(slabs.sizes) for _, slabs in service.store.of(number)),
                 "readers": [service.name(session) for session in state.readers(number)],
             }
-            for number in state.generations
+            for number, found in state.generations.items()
         ]
         + [
             {
                 "generation": lease.generation,
                 "state": "being written",
+                "version": "",
                 "cohorts": [lease.cohort],
                 "bytes": sum(sum(slabs.sizes) for _, slabs in service.store.of(lease.generation)),
                 "readers": [service.name(session) for session in lease.sessions],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -11,9 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
-from msgspec.structs import asdict
 
 from segue.bootstrap_hosts import BootstrapHosts
 from segue.checkpoint.source import ModelSource, resolve
@@ -52,14 +49,7 @@ from segue.messages.control import (
 )
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
-from segue.version import __version__
 
-SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key", "gms_token")
-# Fields of ``internal_states`` that clients read, for features that this engine does not have.
-ABSENT_STATE: dict[str, Any] = {
-    "pending_dp_reqs_size": 0,
-    "prefill_decode_size": 0,
-}
 SHUTDOWN_MESSAGE = "the engine is shutting down"  # of requests that a shutdown aborts
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
 STOP_S = 0.8  # that workers have to end before they are killed
@@ -287,44 +277,6 @@ class Runtime:
     def worker_pids(self) -> list[int]:
         """The process ids of the workers, by rank; empty if embedded."""
         return self._workers.pids
-
-    async def server_info(self) -> dict[str, Any]:
-        """Return the options, the version, the sizes chosen at start, and the scheduler's state."""
-        state = await self.manager.calls.get_state()
-        kv_tokens = state.state.get("available_kv_tokens", 0)
-        ready = self.manager.ready
-        decided = asdict(ready) | {"init_steps": [asdict(step) for step in ready.init_steps]}
-        decided |= {"graphs": msgspec.to_builtins(ready.graphs)}
-        decided |= msgspec.to_builtins(decided.pop("limits"))
-        options = dataclasses.asdict(self.config) | {
-            name: "***" for name in SECRETS if getattr(self.config, name) is not None
-        }
-        return {
-            **options,
-            "version": __version__,
-            "model_path": self.model_path,
-            "served_model_name": self.name,
-            "status": "ready",
-            "max_total_num_tokens": ready.limits.num_pages * ready.limits.page_size,
-            "decided": decided,
-            "internal_states": [ABSENT_STATE | {"available_kv_tokens_per_dp": [kv_tokens]} | state.state],
-        }
-
-    @property
-    def model_path(self) -> str:
-        """The path that the served weights were loaded from. Later updates by a trainer do not change it."""
-        return self.manager.weights.model_path or self.config.model or self.source.name
-
-    def model_info(self) -> dict[str, Any]:
-        """Return the served model and the version of its weights."""
-        return {
-            "model_path": self.model_path,
-            "served_model_name": self.name,
-            "model_type": self.source.config.architecture,
-            "is_generation": True,
-            "weight_version": self.manager.weights.version,
-            "tp_size": self.config.tp,
-        }
 
     async def shutdown(self) -> None:
         """End the requests in flight with their output so far, then the workers. May be called again."""

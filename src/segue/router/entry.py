@@ -28,6 +28,7 @@ class WorkerEntry:
     view: WorkerView | None = None  # None: it has not said who it is
     problem: str = NOT_REACHED  # why there is no connection for reports; "": there is one
     role: Role | None = None  # that the options say it has; None: any
+    cohort: str = ""  # that its registration names
     is_drained: bool = False  # an operator wants it to get no new requests
     num_changes: int = 0  # of its role, or pauses, that are under way: it gets no new requests meanwhile
     is_leaving: bool = False  # it gets no new requests, and goes once it has none
@@ -81,6 +82,11 @@ class WorkerEntry:
         """Whether it is an engine that computes prompts, not only those that a decode worker has to."""
         view = self.view
         return view is not None and view.record.role != "decode" and not view.is_foreign
+
+    @property
+    def known_cohort(self) -> str:
+        """The cohort that it has named itself; until then that of its registration."""
+        return self.cohort if self.view is None else self.view.record.cohort
 
     @property
     def is_replaced(self) -> bool:

@@ -74,10 +74,15 @@ class Membership:
     def check_epoch(self, registration: Registration) -> None:
         """Note the epoch of a worker. The others of its cohort are replaced at once if theirs are lower.
 
+        A worker says where it is once it serves. So its cohort has an active engine from then on, also while
+        this router has not reached it yet, as after a start.
+
         Raises:
             StaleEpochError: the cohort has had a higher epoch.
         """
         cohort, epoch = registration.cohort, registration.epoch
+        if cohort and epoch > self._epochs.get(cohort, -1):
+            self.registry.served[cohort] = time.monotonic()
         newest = self._note_epoch(cohort, epoch)
         if epoch < newest:
             raise StaleEpochError(

@@ -24,6 +24,8 @@ from segue.router.index import Keys, PrefixIndex
 from segue.router.prompts import SEVERAL, RequestFacts
 from segue.router.upstream import Upstream
 
+UNNAMED = ""  # in place of a cohort, while discovery has not said yet which engines there are
+
 
 class Registry:
     """All workers of one router."""
@@ -42,7 +44,8 @@ class Registry:
         self.elsewhere = Elsewhere()
         self.index = PrefixIndex()
         self.is_closed = False  # the router ends: no request goes on elsewhere
-        self.served: dict[str, float] = {}  # cohort -> when it was last known to have an active engine
+        # cohort -> when it was last known, or said, to have an active engine
+        self.served: dict[str, float] = {}
         self._change = asyncio.Event()  # set when something has changed; then there is a new one
         # Called when a leaving worker's last request has ended.
         self.on_idle: Callable[[WorkerEntry], None] = lambda entry: None

@@ -170,7 +170,8 @@ class Relay:
         """Returns why a request waits no longer, or not at all, as the beginning of an error message."""
         limit = f"{self._resume_timeout_s:g} s (--resume-timeout-s)"
         if vacancies:
-            engine, seconds = f"engine of cohort {' or '.join(vacancies)}", min(vacancies.values())
+            names, seconds = " or ".join(filter(None, vacancies)), min(vacancies.values())
+            engine = f"engine of cohort {names}" if names else "engine"
             return f"no {engine} has been active for {seconds:.1f} s, and requests wait for at most {limit}"
         return f"the request waited {limit} for an engine that can go on with it" if has_waited else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,7 @@ from segue.router.membership import Membership
 from segue.router.passthrough import Passthrough
 from segue.router.pause import FleetPause
 from segue.router.prompts import BytesPerToken
-from segue.router.registry import Registry
+from segue.router.registry import UNNAMED, Registry
 from segue.router.relay import Relay
 from segue.router.upstream_connection import Headers
 from segue.router.watch import watch
@@ -46,6 +47,7 @@ class Router:
     # The URLs that each source has, and the task that watches it.
     _found: dict[Discovery, frozenset[str]] = field(default_factory=dict)
     _sources: Sequence[Discovery] = ()
+    _silent: set[Discovery] = field(default_factory=set)  # those that have told nothing yet
     _discovering: list[asyncio.Task[None]] = field(default_factory=list)
     _forgetting: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -68,6 +70,8 @@ class Router:
     def discover(self, *sources: Discovery) -> None:
         """Take workers from these sources, and from registrations, until the router is closed."""
         self._sources = (*sources, self.registrations)
+        self._silent = set(sources)
+        self.registry.served[UNNAMED] = time.monotonic()  # there may be an engine that serves
         for source in self._sources:
             task = asyncio.ensure_future(source.watch(partial(self._take, source)))
             task.add_done_callback(_log_failure)
@@ -81,6 +85,7 @@ class Router:
         """
         self.membership.check_epoch(registration)
         entry = self.registry.at(registration.url) or self.add(registration.url, registration.role)
+        entry.cohort = registration.cohort
         self.registrations.put(registration, ttl_s)
         found = self._found.get(self.registrations, frozenset())
         self._found[self.registrations] = found | {registration.url}  # even if it has lapsed already
@@ -90,6 +95,9 @@ class Router:
     def _take(self, source: Discovery, registrations: Sequence[Registration]) -> None:
         """Take all workers that a source has now. One that no source has any more leaves if it is lost."""
         before, now = self._found.get(source, frozenset()), set()
+        self._silent.discard(source)
+        if not self._silent:
+            self.registry.served.pop(UNNAMED, None)
         for registration in registrations:
             now.add(registration.url)
             entry = self.registry.at(registration.url)
@@ -101,8 +109,8 @@ class Router:
             except StaleEpochError as error:
                 logger.warning("%s", error)
                 continue
-            if entry is None:
-                self.add(registration.url, registration.role)
+            entry = entry or self.add(registration.url, registration.role)
+            entry.cohort = registration.cohort
         self._found[source] = frozenset(now)
         for url in before.difference(*self._found.values()):
             if (entry := self.registry.at(url)) is not None:
@@ -173,9 +181,9 @@ class Router:
 
     def _forget_cohort(self, leaving: WorkerEntry) -> None:
         """Let no request wait for a successor of the last worker of its cohort, which an operator removes."""
-        cohorts = {entry.view.record.cohort for entry in self.registry if entry.view and entry is not leaving}
-        if leaving.view is not None and leaving.view.record.cohort not in cohorts:
-            self.registry.served.pop(leaving.view.record.cohort, None)
+        cohort = leaving.known_cohort
+        if cohort not in {entry.known_cohort for entry in self.registry if entry is not leaving}:
+            self.registry.served.pop(cohort, None)
 
     def is_idle(self, entry: WorkerEntry) -> bool:
         """Whether a worker that leaves has no requests, and will not have any."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from segue.config import EngineConfig
 from segue.discovery.opening import open_discovery
 from segue.discovery.record import EngineRecord
-from segue.errors import ConfigError, DiscoveryError, MemoryServiceError
+from segue.errors import ConfigError, DiscoveryError, FailoverDirectoryError, MemoryServiceError
 from segue.failover.control_note import ControlNotes
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
-from segue.failover.standby import has_standby, sign_of
+from segue.failover.standby import has_standby, remove_unheld, sign_of
 from segue.gms.client import GmsClient, GmsTarget
 from segue.launch.in_thread import in_thread
+from segue.logs import logger
 
 SERVICE_S = 0.5  # for the memory service to say which epoch it knows; an engine takes over without it too
 
@@ -82,8 +83,9 @@ class CohortMember:
     async def wait_for_lock(self) -> None:
         """Show that this engine waits, and return once it has the lock."""
         await in_thread(self._sign.acquire)
+        await in_thread(partial(remove_unheld, self.directory))
         await in_thread(self.lock.acquire)
-        self._sign.release()
+        self._sign.discard()
 
     async def claim(self, url: str) -> int:
         """Returns a new epoch for this engine, which has the lock and will serve at a URL.
@@ -96,6 +98,13 @@ class CohortMember:
             with suppress(TimeoutError):
                 known = await asyncio.wait_for(in_thread(partial(_epoch_of, self._service)), SERVICE_S)
         return await claim_epoch(self.lock, self._discovery, self.engine_id, url, at_least=known)
+
+    def leave_epoch(self, url: str) -> None:
+        """Tell whoever takes over of this engine's epoch: the lock's file was deleted or made anew."""
+        try:
+            self.lock.leave_epoch(self.engine_id, url)
+        except (OSError, FailoverDirectoryError) as error:
+            logger.warning("the epoch %d cannot be left at %s: %s", self.lock.epoch, self.lock.path, error)
 
     async def put(self, record: EngineRecord) -> None:
         """Have routers find this engine.
@@ -113,6 +122,7 @@ class CohortMember:
     async def close(self) -> None:
         """Remove the record, and release the lock: no worker of this engine may run any more."""
         self.lock.release()
+        self._sign.discard()
         with suppress(DiscoveryError):
             await self._discovery.close()
 

@@ -26,6 +26,7 @@ from segue.api.weights import check_base64, reply_of
 from segue.config import EngineConfig
 from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
+from segue.launch import engine_info
 from segue.messages.control import PauseMode
 from segue.messages.weight_operations import (
     OPERATIONS,
@@ -155,7 +156,7 @@ async def is_sleeping(request: Request) -> Response:
 @routes.get("/get_server_info")
 async def server_info(request: Request) -> Response:
     """Options, version, what was decided at start, and the scheduler's state."""
-    return json_response(await runtime_of(request).server_info())
+    return json_response(await engine_info.server_info(runtime_of(request)))
 
 
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
@@ -236,7 +237,7 @@ async def weight_version(request: Request) -> Response:
 @weights.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     """Return what is served, and the name of the served weights."""
-    return json_response(runtime_of(request).model_info())
+    return json_response(engine_info.model_info(runtime_of(request)))
 
 
 routes += weights

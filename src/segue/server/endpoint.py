@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from urllib.parse import urlsplit
 
 from segue.config import EngineConfig
+from segue.discovery.opening import parse_backends
 from segue.discovery.record import EngineRecord
+from segue.errors import ConfigError
 from segue.failover.life import LifeState
 from segue.failover.system_health import SystemHealth
 from segue.host import boot_id
+from segue.http_guard import is_loopback
 from segue.launch.runtime import Runtime
-from segue.listener import listen, url_of
+from segue.listener import listen, url_of, with_host_of
+from segue.logs import logger
+from segue.options import stands_for_all
 from segue.server import canary
 from segue.server.app import create_app
 from segue.server.cohort import CohortMember
@@ -45,10 +51,13 @@ class EngineEndpoint:
             system_url: of the system port; "": there is none.
 
         Raises:
-            ConfigError: an allowed host or an origin in the options is not valid.
+            ConfigError: an allowed host or an origin in the options is not valid, or the engine's record
+                would have no address that a router can connect to.
         """
         self.url = url_of(listener)
         self.own_url = config.register_url or self.url  # as others reach it
+        if membership is not None:
+            _check_record_url(config, self.own_url)
         self.app = create_app(config)
         limits = ConnectionLimits.of_this_process(config.max_body_mib)
         self.server = HttpServer(self.app, limits, config.log_level)
@@ -57,7 +66,9 @@ class EngineEndpoint:
         self._listener = listener
         self._health = health
         self._membership = membership
-        self._system_url = system_url
+        self._system_url = (
+            with_host_of(system_url, self.own_url) if stands_for_all(system_url) else system_url
+        )
         self._http: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -145,3 +156,24 @@ class EngineEndpoint:
             elif time.monotonic() >= due and canary.may_generate(runtime):
                 self._health.set_endpoint(NAME, await canary.status(runtime))
                 due = time.monotonic() + interval_s
+
+
+def _check_record_url(config: EngineConfig, url: str) -> None:
+    """Check that routers which find the engine's record can reach it.
+
+    Raises:
+        ConfigError: it listens on all addresses, none of which the options name.
+    """
+    places = parse_backends(config.discovery, "discovery")
+    if not places:
+        return
+    if stands_for_all(url):
+        raise ConfigError(
+            f"host={config.host!r}: this stands for all addresses, and the engine's record (--discovery "
+            f"{config.discovery}) must name one at which routers reach it; give --register-url, such as "
+            "http://10.0.0.7:30000, or a --host that is one address",
+            param="register_url",
+        )
+    if places != ["file"] and is_loopback(urlsplit(url).hostname or ""):
+        text = "the engine's record will say %s, which routers on other hosts cannot reach; for them give "
+        logger.warning(text + "--register-url, and a --host that they reach", url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from contextlib import suppress
 from http.client import HTTPException
@@ -11,10 +10,10 @@ from urllib.parse import urlsplit
 
 from segue.config import EngineConfig
 from segue.http_client import open_url
-from segue.listener import own_address
+from segue.listener import own_address, with_host_of
 from segue.logs import logger
 from segue.messages.fleet import REGISTER_PERIOD_S, REGISTER_TTL_S, Register
-from segue.options import parse_urls
+from segue.options import parse_urls, stands_for_all
 from segue.server.responses import encode
 
 ANSWER_S = 3.0  # for a router to answer
@@ -70,12 +69,10 @@ def reachable_url(url: str, router: str) -> str:
     Raises:
         OSError: the router's host name is unknown, or there is no way to it.
     """
-    parts, target = urlsplit(url), urlsplit(router)
-    with suppress(ValueError):
-        if ipaddress.ip_address(parts.hostname or "").is_unspecified:
-            address = own_address(target.hostname or "", target.port or 80)
-            host = f"[{address}]" if ":" in address else address
-            return f"{parts.scheme}://{host}:{parts.port}"
+    if stands_for_all(url):
+        target = urlsplit(router)
+        address = own_address(target.hostname or "", target.port or 80)
+        return with_host_of(url, f"http://[{address}]" if ":" in address else f"http://{address}")
     return url
 
 

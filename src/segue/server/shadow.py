@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 
 from segue.errors import ForbiddenError, LockHeldError, LockLostError, NoStandbyError
 from segue.failover.control_note import ControlNotes
-from segue.failover.lock import CohortLock
 from segue.failover.watchdog import Watchdog
 from segue.launch.runtime import Runtime
 from segue.logs import logger
@@ -115,7 +114,7 @@ class Takeover:
         if membership is not None:
             phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in life.wake_phases.items())
             logger.info("serves cohort %s with epoch %d; woke in %s", membership.cohort, epoch, phases)
-            self._guard = asyncio.create_task(_end_without(membership.lock, runtime))
+            self._guard = asyncio.create_task(_end_without(membership, self._endpoint.own_url, runtime))
 
 
 class _PhaseClock:
@@ -144,11 +143,13 @@ async def _take_over_pause(runtime: Runtime, notes: ControlNotes) -> None:
         logger.info("generation is paused, as on the engine before")
 
 
-async def _end_without(lock: CohortLock, runtime: Runtime) -> None:
+async def _end_without(membership: CohortMember, url: str, runtime: Runtime) -> None:
     """End an engine that serves as soon as it has lost its lock, for another one has its place then."""
-    while lock.is_ours():
+    while membership.lock.is_ours():
         await asyncio.sleep(GUARD_S)
-    text = f"the lock {lock.path} is no longer this engine's, or another one has claimed a higher epoch"
+    membership.leave_epoch(url)
+    path = membership.lock.path
+    text = f"the lock {path} is no longer this engine's, or another one has claimed a higher epoch"
     runtime.fail(LockLostError(f"{text}; the engine ends"))
 
 

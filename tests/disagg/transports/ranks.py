@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from segue.disagg.transports.shm import HostPages
 from segue.errors import SegueError
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory.rank_memory import SharedKVMemory
+from tests.support.child import start_child
 
 DEADLINE_S = 20.0
 START_S = 100.0  # of a process: it imports torch, which takes 16 s where eight processes share two cores
@@ -181,7 +181,7 @@ class Remote:
     def __init__(self, kind: type, shape: KVShape, device: str = "cpu") -> None:
         ours, theirs = socket.socketpair()
         program = [sys.executable, "-m", "tests.disagg.transports.ranks", str(theirs.fileno())]
-        self.process = subprocess.Popen(program, pass_fds=[theirs.fileno()])
+        self.process = start_child(program, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = Connection(ours.detach())
         self._pipe.send((kind, shape, device))

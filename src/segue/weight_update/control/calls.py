@@ -25,6 +25,7 @@ from segue.messages.weight_update import (
 from segue.weight_update.control.following import FollowMachine
 from segue.weight_update.control.groups import TrainerGroups
 from segue.weight_update.control.outbox import Outbox, Refusal
+from segue.weight_update.control.port import Port
 from segue.weight_update.control.session import (
     BEFORE_PREPARED,
     RECEIVE_S,
@@ -32,7 +33,7 @@ from segue.weight_update.control.session import (
     UpdatePhase,
     UpdateSession,
 )
-from segue.weight_update.control.state_machine import Port, WeightMachine
+from segue.weight_update.control.state_machine import WeightMachine
 
 _MASK = (1 << 64) - 1
 

@@ -22,8 +22,9 @@ from segue.messages.weight_update import (
     WeightsChanged,
 )
 from segue.weight_update.control.outbox import Outbox
+from segue.weight_update.control.port import Port
 from segue.weight_update.control.session import TO_BE_COMMITTED
-from segue.weight_update.control.state_machine import Port, WeightMachine
+from segue.weight_update.control.state_machine import WeightMachine
 
 
 class FollowPhase(Enum):

@@ -15,15 +15,14 @@ rank serves it. If one cannot, the engine ends, and the next one serves the new 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from msgspec import structs
 
 from segue.config import LoadFormat
 from segue.errors import NewWeightsError
 from segue.messages import weight_update as messages
-from segue.messages.control import PauseMode, SchedulerMessage
-from segue.messages.requests import Finished
+from segue.messages.control import PauseMode
 from segue.messages.weight_operations import Manifest, UpdateFromDisk, UpdateFromTensor
 from segue.messages.weight_update import (
     RankReply,
@@ -34,6 +33,7 @@ from segue.messages.weight_update import (
     WeightNotice,
 )
 from segue.weight_update.control.outbox import Outbox
+from segue.weight_update.control.port import Port
 from segue.weight_update.control.session import (
     BEFORE_PREPARED,
     TO_BE_COMMITTED,
@@ -41,44 +41,6 @@ from segue.weight_update.control.session import (
     UpdatePhase,
     UpdateSession,
 )
-
-
-class Port(Protocol):
-    """The part of the scheduler that a weight update may read and change."""
-
-    missing: str | None  # what is missing of weights whose memory was released; None: nothing
-    unavailable: str | None  # why the weights' memory may not be read or written now; None: it may
-    poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
-    weight_version: str  # the name of the served weights
-    is_updating: bool  # whether a session is open
-    receive_requires_pause: bool  # whether weights may be received only while generation is paused
-    shares_weights: bool  # whether the memory service has the weights, and engines serve generations of them
-
-    @property
-    def has_work(self) -> bool:
-        """Whether steps are being planned: a request runs or waits, and no pause stops it."""
-
-    @property
-    def stands_still(self) -> bool:
-        """Whether a hold has taken effect: no step is in flight, and none is planned."""
-
-    def hold(self, mode: PauseMode) -> int:
-        """Stop the planning of steps until :meth:`release`; returns the number of running requests."""
-
-    def release(self) -> None:
-        """End the hold."""
-
-    def version_after(self, version: str | None) -> str:
-        """Returns what :meth:`commit` will call the weights."""
-
-    def commit(self, version: str | None, *, flush_cache: bool) -> None:
-        """Serve new weights from the next step on, as this version; None takes the next number."""
-
-    def abort_all(self, message: str | None = None) -> list[Finished]:
-        """End every request."""
-
-    def output(self, *, finished: list[Finished]) -> SchedulerMessage:
-        """Returns the message for the frontend that reports these ends."""
 
 
 class WeightMachine:

@@ -1,0 +1,19 @@
+"""Where every command line of Segue begins."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
+    if sys.argv[1:2] == ["gms"]:
+        # The rest is not loaded: a probe runs `segue gms ready` every few seconds, and engines wait for a
+        # service that is started again.
+        from segue.cli.gms import main as gms
+
+        gms(sys.argv[2:])
+    else:
+        from segue.cli.main import main as everything
+
+        everything()
