@@ -14,6 +14,7 @@ from typing import Any
 
 from segue.gms.client import GmsClient, GmsTarget, KVGrant
 from tests.gms.running import DEADLINE_S, SLAB
+from tests.support.child import start_child
 
 
 class Mapped:
@@ -48,7 +49,7 @@ class KVEngine:
 
     def __init__(self, directory: Path, name: str, **fields: Any) -> None:
         given = {"directory": str(directory), "engine": name, "connect_s": DEADLINE_S} | fields
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, "-m", "tests.gms.kv_engine", json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

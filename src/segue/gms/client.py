@@ -95,6 +95,14 @@ class GmsClient:
             self._socket = opened._socket
             self.opened = opened.opened
 
+    def epoch(self) -> int:
+        """Return the highest epoch that the service knows of the cohort now.
+
+        That of ``opened`` may be too low: engines that offer what they read tell the service theirs.
+        """
+        with GmsClient(replace(self.target, tag="watch", connect_s=0.0)) as now:
+            return now.opened.epoch
+
     def _open(self, pins: Sequence[int]) -> wire.SessionOpened:
         """Connect and shake hands; a service that is not there yet is waited for."""
         target, deadline = self.target, time.monotonic() + self.target.connect_s

@@ -229,8 +229,9 @@ class ServiceMemory(PrivateMemory):
         if served is None or not self._epoch or not self._groups.tp.is_first:
             return
         with self._claiming:
-            is_behind = client.opened.epoch < served.epoch and not served.has_claimed
-            if client.opened.epoch <= served.epoch and (self._owes_claim or is_behind):
+            known = client.epoch()
+            is_behind = known < served.epoch and not served.has_claimed
+            if known <= served.epoch and (self._owes_claim or is_behind):
                 served.claim(max(served.epoch, self._epoch))
                 self._owes_claim = False
 
