@@ -1,0 +1,232 @@
+"""A table in shared memory that says which tokens the pages of the prefix cache have: for a successor.
+
+An engine that takes the KV memory of a dead one over also gets this table, and can go on with the pages that
+it proves. The table may have been left in the middle of any write, so each slot has a *word*: the checksum of
+its contents, or 0. The contents are written before the word, and the word is cleared before the page may be
+written to again. Therefore a slot whose word fits its contents describes what the page has.
+
+    header, a block of 64 bytes | words, uint64 [num_pages] | contents, a slot per page
+
+All numbers are little-endian. The kernel keeps every write that a process has made before it was killed, in
+their order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from segue.sizes import round_up
+
+FORMAT = b"segueKV1"  # of the table: another layout gets another one
+NAME_BYTES = 16  # of the names of weights, memory and facts
+ROOT = -1  # the parent page of the first page of a chain
+
+_HEADER = struct.Struct(f"<8sQQ{NAME_BYTES}s{NAME_BYTES}s")  # FORMAT, num_pages, page_size, facts, memory
+_HEADER_BYTES = 64  # with the checksum behind `_HEADER`
+_FIELDS = struct.Struct(f"<QQiI{NAME_BYTES}s")  # seq, the parent's seq, the parent's page, epoch, weights
+_WORD = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """One page of the prefix cache: its tokens, and the page that has the tokens before them."""
+
+    page: int
+    seq: int  # the number of the record, which grows; a page that is used again has another one
+    parent_page: int  # ROOT: none
+    parent_seq: int  # of the record of that page; 0 with ROOT
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenPages:
+    """Pages that may be written to from now on."""
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenCache:
+    """No page that was published so far may be used any more."""
+
+
+JournalChange = PageRecord | ForgottenPages | ForgottenCache
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPages:
+    """What a journal proves."""
+
+    records: list[PageRecord]  # whole chains, each page behind its parent
+    epoch: int  # of these records; 0: there is none
+    next_seq: int  # greater than that of any record
+
+
+def journal_bytes(num_pages: int, page_size: int) -> int:
+    """Return the bytes of a journal for so many pages of ``page_size`` tokens."""
+    return _slots_at(num_pages) + num_pages * _slot_bytes(page_size)
+
+
+def name_of(*facts: object) -> bytes:
+    """Return a name of ``NAME_BYTES`` bytes that equal facts, and only these, have in common."""
+    return blake2b(repr(facts).encode(), digest_size=NAME_BYTES).digest()
+
+
+class PageJournal:
+    """The journal of one KV memory, as one engine after the other reads it and goes on with it."""
+
+    def __init__(self, memory: memoryview, *, num_pages: int, page_size: int) -> None:
+        """Use writable ``memory`` of at least :func:`journal_bytes` bytes, whatever it has."""
+        needed = journal_bytes(num_pages, page_size)
+        if memory.nbytes < needed:
+            raise ValueError(f"a journal of {memory.nbytes} bytes is too small; {needed} are needed")
+        self._memory = memory
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._slots_at = _slots_at(num_pages)
+        self._slot_bytes = _slot_bytes(page_size)
+        self._tokens = struct.Struct(f"<{page_size}i")
+        self._content_bytes = _FIELDS.size + self._tokens.size
+        self.epoch = 1  # of the records that are published: grows whenever all of them are forgotten
+        self.weights = bytes(NAME_BYTES)  # with which the KV of published pages is computed
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.release()
+
+    # --- what the memory is for ---
+
+    def begin(self, facts: bytes, memory: bytes) -> None:
+        """Begin an empty journal.
+
+        Args:
+            facts: the name of all that two engines must have in common to use each other's pages.
+            memory: the name of the KV memory of all ranks.
+        """
+        self._write(_HEADER.size, bytes(8))
+        self._clear()
+        header = _HEADER.pack(FORMAT, self._num_pages, self._page_size, facts, memory)
+        self._write(0, header)
+        self._write(_HEADER.size, _WORD.pack(_checksum(header)))
+
+    def mismatch(self, facts: bytes, memory: bytes) -> Literal["journal", "facts", "memory"] | None:
+        """Return what is not as in :meth:`begin`; "journal": nothing is, None: all is."""
+        header = bytes(self._memory[: _HEADER.size])
+        (checksum,) = _WORD.unpack_from(self._memory, _HEADER.size)
+        if checksum != _checksum(header):
+            return "journal"
+        found, num_pages, page_size, its_facts, its_memory = _HEADER.unpack(header)
+        if (found, num_pages, page_size) != (FORMAT, self._num_pages, self._page_size):
+            return "journal"
+        if its_facts != facts:
+            return "facts"
+        return None if its_memory == memory else "memory"
+
+    # --- reading ---
+
+    def read(self, weights: bytes, vocab_size: int) -> FoundPages:
+        """Return the pages whose KV is that of these weights, and of whose chain every page is there.
+
+        What was not written whole, or is of another time, is left out, and so is all that comes behind it.
+        """
+        words = np.frombuffer(self._memory, "<u8", self._num_pages, _HEADER_BYTES)
+        found: list[tuple[int, PageRecord]] = []
+        last_seq = 0
+        for page in np.flatnonzero(words).tolist():
+            content = self._content(page)
+            if _WORD.unpack_from(self._memory, self._word_at(page))[0] != _slot_word(page, content):
+                continue
+            seq, parent_seq, parent_page, epoch, its_weights = _FIELDS.unpack_from(content)
+            last_seq = max(last_seq, seq)
+            if its_weights == weights:
+                tokens = self._tokens.unpack_from(content, _FIELDS.size)
+                found.append((epoch, PageRecord(page, seq, parent_page, parent_seq, tokens)))
+        latest = max((epoch for epoch, _ in found), default=0)
+        records = sorted((record for epoch, record in found if epoch == latest), key=lambda each: each.seq)
+        return FoundPages(_whole_chains(records, vocab_size), latest, last_seq + 1)
+
+    # --- writing ---
+
+    def write(self, change: JournalChange) -> None:
+        """Note a change; changes must come in their order."""
+        if isinstance(change, PageRecord):
+            self._publish(change)
+        elif isinstance(change, ForgottenPages):
+            for page in change.pages:
+                self._write(self._word_at(page), bytes(8))
+        else:
+            self._clear()
+            self.epoch += 1
+
+    def retain(self, pages: Collection[int]) -> None:
+        """Forget all pages but these."""
+        words = np.frombuffer(self._memory, "<u8", self._num_pages, _HEADER_BYTES)
+        kept = set(pages)
+        gone = tuple(page for page in np.flatnonzero(words).tolist() if page not in kept)
+        self.write(ForgottenPages(gone))
+
+    def _publish(self, record: PageRecord) -> None:
+        """Write a slot: its contents, then its word, which a page that was forgotten does not have."""
+        page = record.page
+        assert not any(self._memory[self._word_at(page) : self._word_at(page) + 8]), (
+            f"page {page} is published, and was not forgotten"
+        )
+        fields = _FIELDS.pack(record.seq, record.parent_seq, record.parent_page, self.epoch, self.weights)
+        content = fields + self._tokens.pack(*record.tokens)
+        self._write(self._slots_at + page * self._slot_bytes, content)
+        self._write(self._word_at(page), _WORD.pack(_slot_word(page, content)))
+
+    def _clear(self) -> None:
+        self._write(_HEADER_BYTES, bytes(8 * self._num_pages))
+
+    def _write(self, offset: int, data: bytes) -> None:
+        """Write bytes; every change of the memory goes through here."""
+        self._memory[offset : offset + len(data)] = data
+
+    def _word_at(self, page: int) -> int:
+        return _HEADER_BYTES + 8 * page
+
+    def _content(self, page: int) -> bytes:
+        start = self._slots_at + page * self._slot_bytes
+        return bytes(self._memory[start : start + self._content_bytes])
+
+
+def _slots_at(num_pages: int) -> int:
+    return round_up(_HEADER_BYTES + 8 * num_pages, 64)
+
+
+def _slot_bytes(page_size: int) -> int:
+    return round_up(_FIELDS.size + 4 * page_size, 8)
+
+
+def _checksum(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def _slot_word(page: int, content: bytes) -> int:
+    """Return the word of a slot with these contents, never 0. Contents in another page's slot do not fit."""
+    return _checksum(_WORD.pack(page) + content) | 1
+
+
+def _whole_chains(records: Iterable[PageRecord], vocab_size: int) -> list[PageRecord]:
+    """Return the records, in the order of ``seq``, whose parents are there too, up to the root.
+
+    A parent was published before its children. Of two pages that stand for the same tokens, the first counts.
+    """
+    seqs = {ROOT: 0}
+    keys: set[tuple[int, tuple[int, ...]]] = set()
+    whole: list[PageRecord] = []
+    for record in records:
+        key = (record.parent_page, record.tokens)
+        is_known = min(record.tokens) >= 0 and max(record.tokens) < vocab_size
+        if seqs.get(record.parent_page) == record.parent_seq and is_known and key not in keys:
+            seqs[record.page] = record.seq
+            keys.add(key)
+            whole.append(record)
+    return whole

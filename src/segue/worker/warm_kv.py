@@ -1,0 +1,102 @@
+"""Warm KV on rank 0: it adopts the pages that a dead engine has left, and keeps a journal of its own.
+
+Nothing is adopted unless everything is proved: the KV memory of every rank is what the engine before it wrote
+to, nobody writes to it any more, and the journal says with which weights, and for which tokens. Otherwise the
+prefix cache begins empty, as without warm KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from segue.kvcache.journal import ForgottenCache, PageJournal, name_of
+from segue.logs import logger
+from segue.messages.life import ColdReason, HeldKV
+from segue.scheduler.scheduler import Scheduler
+
+
+class WarmKV:
+    """The journal of one engine, from its wake on."""
+
+    def __init__(self, scheduler: Scheduler, facts: bytes, name_weights: Callable[[], str]) -> None:
+        """Begin without a journal: :meth:`wake` brings one.
+
+        Args:
+            scheduler: has the prefix cache.
+            facts: the name of what two engines must have in common to use each other's pages.
+            name_weights: returns what tells the weights that are served now apart from all others.
+        """
+        self._scheduler = scheduler
+        self._facts = facts
+        self._name_weights = name_weights
+        self._journal: PageJournal | None = None
+
+    def wake(self, journal: PageJournal | None, held: Sequence[HeldKV | None]) -> None:
+        """Adopt what is proved, and go on with the journal, or begin it. No step has run yet.
+
+        Args:
+            journal: that came with the KV memory of this rank; None: there is none.
+            held: the KV memory of each rank; None: it is the rank's own.
+        """
+        limits, totals = self._scheduler.limits, self._scheduler.totals
+        reason: ColdReason | None = "private"
+        kv = [each for each in held if each is not None]
+        if journal is not None and len(kv) == len(held):
+            self._journal = journal
+            reason = self._adopt(journal, kv)
+        totals.warm_refused = reason
+        totals.warm_pages = self._scheduler.resources.prefix.num_pages
+        if reason is None:
+            num_tokens = totals.warm_pages * limits.page_size
+            logger.info("KV is warm: %d pages of the engine before, %d tokens", totals.warm_pages, num_tokens)
+        else:
+            logger.info("KV is cold: %s", _WHY[reason])
+
+    def write(self) -> None:
+        """Bring the journal up to date; call it before each step is launched, and after each result.
+
+        It must come before the answer to a flush, too: what was flushed comes back on no engine.
+        """
+        publisher, journal = self._scheduler.resources.publisher, self._journal
+        assert publisher is not None
+        for change in publisher.take():
+            if journal is None:
+                continue
+            journal.write(change)
+            if isinstance(change, ForgottenCache):
+                journal.weights = name_of(self._name_weights())
+
+    def close(self) -> None:
+        """Let go of the journal's memory."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _adopt(self, journal: PageJournal, held: Sequence[HeldKV]) -> ColdReason | None:
+        """Adopt pages, or begin an empty journal; returns why nothing could be adopted, None: it was."""
+        memory = name_of(*(each.name for each in held))
+        journal.weights = name_of(self._name_weights())
+        reason: ColdReason | None = "fresh"
+        if not any(each.is_fresh for each in held):
+            reason = journal.mismatch(self._facts, memory)
+        if reason is None:
+            found = journal.read(journal.weights, self._scheduler.vocab_size)
+            if found.records:
+                journal.retain({record.page for record in found.records})
+                journal.epoch = found.epoch
+                self._scheduler.adopt_pages(found)
+                return None
+            reason = "empty" if found.next_seq == 1 else "weights"
+        journal.begin(self._facts, memory)
+        return reason
+
+
+_WHY: dict[ColdReason, str] = {
+    "private": "its memory is this engine's own",
+    "fresh": "its memory is new, or that of a rank is",
+    "journal": "the engine before has left no journal that is whole",
+    "facts": "the engine before had other options, or another version",
+    "memory": "the ranks' memory is not that of one engine",
+    "weights": "the engine before has computed it with other weights",
+    "empty": "the engine before has left none",
+}
