@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from segue.gms.kv_fsm import (
     FreeKV,
     GrantKV,
+    KillWriter,
+    KVAbandonedEvent,
     KVAskEvent,
     KVEndedEvent,
     KVEpochEvent,
@@ -45,6 +47,7 @@ class World:
     waiting: frozenset[int] = frozenset()  # sessions that are owed an answer
     living: frozenset[int] = frozenset(SESSIONS)  # sessions whose process runs
     mapped: frozenset[tuple[int, int]] = frozenset()  # (session, set): it may write there
+    first: frozenset[tuple[int, int]] = frozenset()  # (session, set): it had the set first, and still has it
     sets: frozenset[int] = frozenset()  # those that the service holds
     granted: int = 0  # the epoch of the last grant
 
@@ -75,6 +78,7 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
         yield KVMadeEvent(is_made=True), 0.0
         yield KVMadeEvent(is_made=False), 0.0
     yield KVEpochEvent(epoch=MAX_EPOCH), 0.0
+    yield KVAbandonedEvent(), 0.0
     yield KVTickEvent(), 0.0
     yield KVTickEvent(), LATE
 
@@ -82,6 +86,7 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
 def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     lease, effects = kv_step(world.lease, event, now)
     waiting, living, mapped, sets = map(set, (world.waiting, world.living, world.mapped, world.sets))
+    first, made = set(world.first), 0
     granted = world.granted
     match event:
         case KVAskEvent():
@@ -92,25 +97,32 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
             living.discard(event.process - 10)
             waiting.discard(event.process - 10)  # its connection's end follows
             mapped = {(who, what) for who, what in mapped if who != event.process - 10}
+            first = {(who, what) for who, what in first if who != event.process - 10}
         case KVReleaseEvent() if event.session == world.lease.holder:
             mapped = {(who, what) for who, what in mapped if who != event.session}
+            first = {(who, what) for who, what in first if who != event.session}
         case KVMadeEvent(is_made=True):
             assert world.lease.current is not None
-            sets.add(world.lease.current.number)
+            made = world.lease.current.number
+            sets.add(made)
     for effect in effects:
         match effect:
             case GrantKV():
                 need(effect.number in sets, "a set that is not there is granted")
-                need(
-                    all(what != effect.number for _, what in mapped), "a set is granted that others write to"
-                )
-                assert lease.current is not None
-                need(lease.epoch >= granted, "an older engine is granted")
+                writers = {who for who, what in mapped if what == effect.number}
+                need(writers <= {effect.session}, "a set is granted that others write to")
+                asked = event if isinstance(event, KVAskEvent) else world.lease.ask
+                assert asked is not None
+                need(asked.epoch >= granted, "an older engine is granted")
+                is_first = effect.number == made or (effect.session, effect.number) in first
+                need(effect.is_fresh == is_first, "what is in a set is not what its holder is told")
+                if effect.is_fresh:
+                    first.add((effect.session, effect.number))
                 need(
                     effect.session in waiting & living,
                     "a session is granted that has not asked, or has ended",
                 )
-                granted = lease.epoch
+                granted = asked.epoch
                 waiting.discard(effect.session)
                 mapped.add((effect.session, effect.number))
             case RefuseKV(code=code):
@@ -120,10 +132,18 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
                     and event.session == effect.session
                 ):
                     need(event.epoch < lease.epoch, "the newest engine is refused as an old one")
+                if code == "held":
+                    assert isinstance(event, KVAskEvent)
+                    waits = world.lease.ask
+                    same = event.epoch in (granted, waits and waits.epoch)
+                    own = event.session in (world.lease.holder, waits and waits.session)
+                    need(same or own, "a newer engine is refused")
                 waiting.discard(effect.session)
             case FreeKV():
                 need(effect.number in sets, "a set is freed twice")
                 sets.discard(effect.number)
+            case KillWriter():
+                need(effect.process - 10 != getattr(event, "session", 0), "who asks is killed")
             case MakeKV() | KVReleased():
                 pass
     kept = {each.number for each in (lease.current, lease.old) if each is not None}
@@ -140,7 +160,8 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     need(lease.phase in (KVPhase.MAKING, KVPhase.QUARANTINED) or lease.ask is None, "an ask is not answered")
     if isinstance(event, KVTickEvent) and now == LATE:
         need(lease.phase is not KVPhase.QUARANTINED or lease.ask is None, "a session waits too long")
-    return World(lease, *map(frozenset, (waiting, living, mapped, sets)), granted)  # type: ignore[arg-type]
+    first = {(who, what) for who, what in first if what in sets}
+    return World(lease, *map(frozenset, (waiting, living, mapped, first, sets)), granted)  # type: ignore[arg-type]
 
 
 def renumbered(world: World) -> World:
@@ -159,6 +180,7 @@ def renumbered(world: World) -> World:
         living=frozenset(SESSIONS),
         sets=frozenset(new[number] for number in world.sets),
         mapped=frozenset((who, new[what]) for who, what in world.mapped if what in new),
+        first=frozenset((who, new[what]) for who, what in world.first),
     )
 
 
@@ -241,6 +263,41 @@ def a_set_is_lost_when_there_is_too_little_memory(patch: Patch) -> None:
         made(self, is_made)
 
     patch.setattr(KVLease, "made", forgetful)
+
+
+@bug
+def an_engine_that_has_claimed_is_taken_for_the_holder(patch: Patch) -> None:
+    on_ask = KVLease.on_ask
+
+    def mistaken(self: KVLease, event: KVAskEvent) -> None:
+        self.set(granted=self.state.epoch)
+        on_ask(self, event)
+
+    patch.setattr(KVLease, "on_ask", mistaken)
+
+
+@bug
+def a_writer_that_asks_again_is_killed(patch: Patch) -> None:
+    patch.setattr(KVLease, "grant_again", lambda self, memory: self.quarantine())
+
+
+@bug
+def what_was_lost_on_its_way_counts_as_written(patch: Patch) -> None:
+    patch.setattr(KVLease, "grant_again", lambda self, memory: self.grant(memory, is_fresh=False))
+
+
+@bug
+def memory_is_given_up_while_an_engine_waits_for_it(patch: Patch) -> None:
+    abandon = KVLease.abandon
+
+    def careless(self: KVLease) -> None:
+        ask = self.state.ask
+        if self.state.phase is KVPhase.QUARANTINED:
+            self.set(ask=None)
+        abandon(self)
+        self.set(ask=ask)
+
+    patch.setattr(KVLease, "abandon", careless)
 
 
 @bug

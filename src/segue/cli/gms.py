@@ -97,7 +97,7 @@ def status(
     config: GmsConfig,
     as_json: Annotated[bool, setting("json", "Print JSON.", group="Output")] = False,
 ) -> None:
-    """Show which weights the memory service has, and who uses them."""
+    """Show which weights and KV memory the memory service has, and who uses them."""
     with _watch(config) as client:
         found = client.status()
     if as_json:
@@ -176,6 +176,12 @@ def status_tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
     add("Generations", ["generation", "state", "cohorts", "size", "used by"], rows)
     rows = [[name, each["current"] or "-", each["epoch"]] for name, each in found["cohorts"].items()]
     add("Cohorts", ["cohort", "generation", "epoch"], rows)
+    if found["kv"]:
+        rows = [
+            [each["cohort"], each["rank"], each["phase"], mib(each["bytes"]), each["user"] or "-"]
+            for each in found["kv"]
+        ]
+        add("KV memory", ["cohort", "rank", "state", "size", "written by"], rows)
     names = ["session", "pid", "tag", "cohort", "engine", "rank", "device", "seconds"]
     add("Sessions", names, [[each[name] for name in names] for each in found["sessions"]])
     if found["waiting"]:

@@ -24,7 +24,9 @@ from segue.memory import shared
 
 REPLY_S = 60.0  # `GmsTarget.reply_s`
 TAKEOVER_REPLY_S = 2.0  # the same for a call of an engine that takes over: it can do without the service
+KV_BYTES_PER_S = 1 << 30  # at which the service takes KV memory, at least
 ReplyKind = TypeVar("ReplyKind", bound=wire.Message)
+PartKind = TypeVar("PartKind", wire.SlabsGiven, wire.KVGranted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,16 @@ class GmsTarget:
     connect_s: float = 60.0  # how long a service is waited for
     reply_s: float = REPLY_S  # the longest time that a call takes which does not wait for something
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGrant:
+    """KV memory that this process alone may write to. Whoever gets it closes the descriptors."""
+
+    sizes: list[int]  # bytes of each slab
+    descriptors: list[int]  # of the slabs
+    journal: int | None  # a descriptor too
+    is_fresh: bool  # nobody has written to it before; on a device its contents are undefined then
 
 
 class GmsClient:
@@ -246,6 +258,42 @@ class GmsClient:
             close([packed_manifest])
         return number
 
+    # KV memory.
+
+    def ask_kv(
+        self, epoch: int, pool_bytes: int, *, slab_bytes: int, journal_bytes: int = 0, wait_s: float = 0.0
+    ) -> KVGrant:
+        """Return the KV memory of this rank, in slabs of `slab_bytes`, of which the last one has the rest.
+
+        Args:
+            epoch: that the engine has claimed.
+            pool_bytes: a multiple of the device's granularity, as are those of the slabs.
+            slab_bytes: of each slab but the last one.
+            journal_bytes: of a journal in the host's memory, beside the pool; 0: none.
+            wait_s: how long the end of the process that wrote before, and memory, are waited for.
+        """
+        message = wire.AskKV(
+            call=self._next(),
+            epoch=epoch,
+            pool_bytes=pool_bytes,
+            slab_bytes=slab_bytes,
+            journal_bytes=journal_bytes,
+            wait_s=wait_s,
+        )
+        given: list[int] = []
+        timeout_s = wait_s + TAKEOVER_REPLY_S + (pool_bytes + journal_bytes) / KV_BYTES_PER_S
+        parts = self._parts(message, wire.KVGranted, given, timeout_s)
+        sizes = [size for part in parts for size in part.sizes]
+        if len(given) != len(sizes) + bool(journal_bytes):
+            close(given)
+            raise self._lost(f"{len(given)} descriptors for {len(sizes)} slabs")
+        journal = given.pop() if journal_bytes else None
+        return KVGrant(sizes=sizes, descriptors=given, journal=journal, is_fresh=parts[0].is_fresh)
+
+    def release_kv(self) -> None:
+        """Give the KV memory of this session back, which this process has unmapped."""
+        self._one(wire.ReleaseKV(call=self._next()), wire.CallDone, reply_s=TAKEOVER_REPLY_S)
+
     # Epochs, notes, and what people see.
 
     def claim(self, seen: int = 0) -> int:
@@ -354,22 +402,24 @@ class GmsClient:
             close(descriptors)
 
     def _slabs(self, message: wire.Message, wait_s: float = 0.0) -> tuple[list[int], list[int]]:
-        sizes: list[int] = []
         descriptors: list[int] = []
+        parts = self._parts(message, wire.SlabsGiven, descriptors, wait_s + self.target.reply_s)
+        return [size for part in parts for size in part.sizes], descriptors
+
+    def _parts(
+        self, message: wire.Message, kind: type[PartKind], given: list[int], timeout_s: float
+    ) -> list[PartKind]:
+        """Make a call whose reply may come in several parts; their descriptors are appended to `given`."""
+        parts: list[PartKind] = []
         try:
             with self._lock:
                 self._send(message, ())
-                more = True
-                while more:
-                    reply = self._reply(
-                        message.call, wire.SlabsGiven, descriptors, wait_s + self.target.reply_s
-                    )
-                    sizes += reply.sizes
-                    more = reply.more
+                while not parts or parts[-1].more:
+                    parts.append(self._reply(message.call, kind, given, timeout_s))
         except BaseException:
-            close(descriptors)
+            close(given)
             raise
-        return sizes, descriptors
+        return parts
 
     def _one(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class ProcessFence:
         self._state = FenceState()
         self._pidfds: dict[int, int] = {}
         self._names: dict[int, tuple[int, str]] = {}  # process id, and name for messages
+        self._processes: dict[int, int] = {}  # the same number for all sessions of one process
         self._calls: dict[int, int] = {}  # by the session that waits
         self.can_watch = True
 
@@ -52,9 +54,15 @@ class ProcessFence:
             self.can_watch = False
             return
         number = session.number
-        for old, (pid, _) in list(self._names.items()):
-            if pid == session.pid and old not in self._service.sessions:
-                self._ended(old)  # the same process, with another session: one pidfd is enough
+        self._processes[number] = number
+        # A process of another PID namespace has the id 0 here. And a process that has just ended has left its
+        # id to others.
+        known = [old for old, (pid, _) in self._names.items() if pid and pid == session.pid]
+        for old in [old for old in known if not _has_fired(self._pidfds[old])]:
+            self._processes[number] = self._processes[old]
+            if old not in self._service.sessions:  # one pidfd is enough
+                self._step(EndedEvent(process=old))
+                self._forget(old)
         self._pidfds[number] = own = os.dup(pidfd)
         self._names[number] = session.pid, session.name
         asyncio.get_running_loop().add_reader(own, self._ended, number)
@@ -64,6 +72,22 @@ class ProcessFence:
         """Note that a session's engine has claimed an epoch."""
         hello = session.hello
         self._step(ServesEvent(cohort=hello.cohort, engine=hello.engine, epoch=epoch))
+
+    def process_of(self, session: int) -> int | None:
+        """Return the number of a session's process, which stays the same; None: it is not watched."""
+        return self._processes.get(session)
+
+    def kill(self, process: int) -> None:
+        """Kill a process by its number of `process_of`, if the system allows it."""
+        for number, each in self._processes.items():
+            if each == process:
+                self._kill(number)
+                return
+
+    def who(self, process: int) -> str:
+        """Return what a process is called in messages."""
+        found = [self._names[number][1] for number, each in self._processes.items() if each == process]
+        return found[-1] if found else "a process that has ended"
 
     def ask(self, session: GmsSession, message: wire.FenceEngines) -> None:
         """Carry a fence out; the answer may come later."""
@@ -79,9 +103,11 @@ class ProcessFence:
         self._step(event)
 
     def gone(self, session: int) -> None:
-        """Forget that a session waits; the process of an engine that has served is still watched."""
+        """Forget that a session waits; a process that has served, or may write to KV, is still watched."""
         self._step(FenceGoneEvent(session=session))
-        if session in self._pidfds and session not in self._state.processes:
+        if session not in self._pidfds or session in self._state.processes:
+            return
+        if not self._service.kv.has_writer(self._processes[session]):
             self._forget(session)
 
     def tick(self) -> None:
@@ -96,14 +122,16 @@ class ProcessFence:
         self._pidfds.clear()
 
     def _ended(self, number: int) -> None:
+        process = self._processes[number]
         self._step(EndedEvent(process=number))
         self._forget(number)
+        self._service.kv.ended(process)
 
     def _forget(self, number: int) -> None:
         pidfd = self._pidfds.pop(number)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        del self._names[number]
+        del self._names[number], self._processes[number]
 
     def _step(self, event: FencingEvent) -> None:
         self._state, effects = fence_step(self._state, event, time.monotonic())
@@ -130,3 +158,10 @@ class ProcessFence:
             logger.warning("%s cannot be killed (%s); its container's supervisor must do it", name, error)
             return
         self._service.note_event("fenced", f"{name} was killed, because a newer engine serves")
+
+
+def _has_fired(pidfd: int) -> bool:
+    """Whether a process has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,7 +1,8 @@
 """The service's side of the holder: hands copies of descriptors in, and adopts them after a restart.
 
 What is committed survives the service's process: slabs, manifests, epochs and notes. A lease to write does
-not; its engine sees that the connection has ended, and loads again.
+not; its engine sees that the connection has ended, and loads again. Nor does KV memory: the engine that
+writes to it keeps it by its mappings, and the next engine gets other memory, which nobody writes to.
 """
 
 from __future__ import annotations

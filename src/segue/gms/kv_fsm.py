@@ -37,6 +37,8 @@ class KVLeaseShape:
 
     pool_bytes: int
     slab_bytes: int
+    journal_bytes: int = 0  # of the host's memory, beside the pool; 0: there is none
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +88,24 @@ class KVEpochEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVAbandonedEvent:
+    """The cohort has no engine any more, so nobody will ask for what is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTickEvent:
     """Time has passed."""
 
 
 KVLeaseEvent = (
-    KVAskEvent | KVMadeEvent | KVGoneEvent | KVReleaseEvent | KVEndedEvent | KVEpochEvent | KVTickEvent
+    KVAskEvent
+    | KVMadeEvent
+    | KVGoneEvent
+    | KVReleaseEvent
+    | KVEndedEvent
+    | KVEpochEvent
+    | KVAbandonedEvent
+    | KVTickEvent
 )
 
 
@@ -152,6 +166,7 @@ class KVSet:
     shape: KVLeaseShape
     writer: int | None = None  # the process that may write to it
     is_quiet: bool = True  # nobody can write to it
+    is_fresh: bool = True  # nobody had written to it when it was granted last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +178,7 @@ class KVState:
     current: KVSet | None = None  # in MAKING the set that is being made; None only in EMPTY
     old: KVSet | None = None  # in MAKING: what the new set replaces, once it is there
     holder: int | None = None  # session, in LEASED
+    granted: int = 0  # the epoch of the last grant
     ask: KVAskEvent | None = None  # who waits, in MAKING and QUARANTINED
     serial: int = 0
 
@@ -197,6 +213,8 @@ class KVLease:
                 self.ended(event.process)
             case KVEpochEvent():
                 self.raise_epoch(event.epoch)
+            case KVAbandonedEvent():
+                self.abandon()
             case KVTickEvent():
                 self.tick()
             case _:
@@ -208,16 +226,23 @@ class KVLease:
         if ask.epoch < state.epoch:
             self.effects.append(RefuseKV(ask.session, "stale_epoch"))
             return
-        is_second = ask.epoch == state.epoch and (state.ask is not None or state.phase is KVPhase.LEASED)
-        own = (state.holder, None if state.ask is None else state.ask.session)
-        if is_second or ask.session in own:
+        waits = state.ask
+        is_second = waits is not None and waits.epoch == ask.epoch
+        if state.phase is KVPhase.LEASED:  # a claim may have raised `state.epoch` meanwhile
+            is_second = is_second or state.granted == ask.epoch
+        if is_second or ask.session in (state.holder, None if waits is None else waits.session):
             self.effects.append(RefuseKV(ask.session, "held"))
             return
         self.raise_epoch(ask.epoch)
         self.set(ask=ask)
+        current = self.state.current
         match self.state.phase:
             case KVPhase.EMPTY:
                 self.make()
+            case KVPhase.LEASED | KVPhase.QUARANTINED if (
+                current and current.writer == ask.process is not None
+            ):
+                self.grant_again(current)
             case KVPhase.SHAPED:
                 self.reuse()
             case KVPhase.LEASED | KVPhase.QUARANTINED:
@@ -261,9 +286,20 @@ class KVLease:
         """Lease a set to the session that waits."""
         ask = self.state.ask
         assert ask is not None
-        memory = replace(memory, writer=ask.process, is_quiet=False)
+        memory = replace(memory, writer=ask.process, is_quiet=False, is_fresh=is_fresh)
         self.set(phase=KVPhase.LEASED, current=memory, old=None, holder=ask.session, ask=None)
+        self.set(granted=ask.epoch)
         self.effects.append(GrantKV(ask.session, memory.number, is_fresh))
+
+    def grant_again(self, memory: KVSet) -> None:
+        """Lease a set to its own writer, which has lost its session and may never have got the answer."""
+        ask = self.state.ask
+        assert ask is not None
+        if memory.shape == ask.shape:
+            self.grant(memory, is_fresh=memory.is_fresh)
+        else:
+            self.effects.append(FreeKV(memory.number))
+            self.make()
 
     def made(self, is_made: bool) -> None:
         """Grant what was made. If there is too little memory, the set that it was to replace stays."""
@@ -319,6 +355,14 @@ class KVLease:
         self.set(phase=KVPhase.SHAPED, holder=None, current=current)
         if state.ask is not None:
             self.reuse()
+
+    def abandon(self) -> None:
+        """Give up what nobody holds; a process that may still write keeps the memory by its mapping."""
+        state = self.state
+        if state.phase in (KVPhase.QUARANTINED, KVPhase.SHAPED) and state.ask is None:
+            assert state.current is not None
+            self.effects.append(FreeKV(state.current.number))
+            self.set(phase=KVPhase.EMPTY, current=None)
 
     def raise_epoch(self, epoch: int) -> None:
         """Refuse a waiting session of a lower epoch."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from segue.gms.lock_state import AskMode
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME = 64 << 10  # bytes of a message
 MAX_DESCRIPTORS = 64  # of a message
 MAX_SESSIONS = 256
@@ -22,6 +22,7 @@ MAX_SLABS = 4096  # of the service
 MAX_NOTES = 64
 MAX_MANIFEST = 64 << 20  # bytes
 MAX_RANKS = 64
+MAX_JOURNAL = 1 << 30  # bytes
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -165,6 +166,24 @@ class OfferRank(Message, frozen=True):
     model_path: Version | None = None
 
 
+class AskKV(Message, frozen=True):
+    """Asks for the KV memory of a rank whose engine has claimed an epoch.
+
+    Replies, perhaps late: one or more :class:`KVGranted`. With `journal_bytes` the set also has a journal: a
+    memfd that can be written, of this size rounded up to 2 MiB, which lives as long as the set.
+    """
+
+    epoch: Number
+    pool_bytes: Annotated[int, Meta(gt=0, lt=1 << 48)]
+    slab_bytes: Annotated[int, Meta(gt=0, lt=1 << 48)]  # the last slab has the rest
+    journal_bytes: Annotated[int, Meta(ge=0, le=MAX_JOURNAL)] = 0
+    wait_s: Seconds = 0.0  # for the end of the process that wrote before, or for memory
+
+
+class ReleaseKV(Message, frozen=True):
+    """Gives the KV memory of this session back, which is unmapped. The reply is :class:`CallDone`."""
+
+
 class ClaimEpoch(Message, frozen=True):
     """Takes the next epoch of the cohort. The reply is :class:`EpochClaimed`."""
 
@@ -222,6 +241,8 @@ Request = (
     | PinGeneration
     | UnpinGeneration
     | OfferRank
+    | AskKV
+    | ReleaseKV
     | ClaimEpoch
     | FenceEngines
     | PutNote
@@ -276,6 +297,17 @@ class GenerationNumber(Message, frozen=True):
     """The call is done, and is about this generation."""
 
     generation: Number
+
+
+class KVGranted(Message, frozen=True):
+    """The client alone may write to these slabs; their descriptors are with the message.
+
+    The last descriptor of the last message is that of the journal, if the set has one.
+    """
+
+    sizes: list[int]  # of the slabs whose descriptors are with this message
+    is_fresh: bool  # nobody has written to the set before; its contents are undefined on a device
+    more: bool  # whether another reply with further slabs follows
 
 
 class EpochClaimed(Message, frozen=True):
@@ -364,6 +396,7 @@ Reply = (
     | ManifestGiven
     | RankSealed
     | GenerationNumber
+    | KVGranted
     | EpochClaimed
     | EnginesFenced
     | NoteValue

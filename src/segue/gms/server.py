@@ -240,7 +240,7 @@ class GmsServer:
         self._listener.close()
         unlink(self.path, self._made)
         os.close(self._lock)
-        self.service.fence.close()
+        self.service.close()
 
     def _accept(self) -> None:
         for _ in range(64):  # then others have their turn

@@ -14,6 +14,7 @@ from segue.gms import messages as wire
 from segue.gms.adoption import WeightOffers
 from segue.gms.answers import answer
 from segue.gms.fencing import ProcessFence
+from segue.gms.kv_calls import KVLeases
 from segue.gms.lock_state import (
     AbortEvent,
     AskEvent,
@@ -59,7 +60,7 @@ class Keeper(Protocol):
 
 
 class MemoryService:
-    """The weights of all cohorts, and who uses them."""
+    """The weights and the KV memory of all cohorts, and who uses them."""
 
     def __init__(self, store: SlabStore, keeper: Keeper | None = None) -> None:
         self.store = store
@@ -76,6 +77,7 @@ class MemoryService:
         self._slabs = SlabCalls(self)
         self._offers = WeightOffers(self)
         self.fence = ProcessFence(self)
+        self.kv = KVLeases(self)
 
     # Sessions.
 
@@ -111,12 +113,19 @@ class MemoryService:
         self._release_notes(session.number)
         self._offers.forget(session.number)
         self.fence.gone(session.number)
+        self.kv.gone(session)
         self.step(GoneEvent(session=session.number))
 
     def tick(self) -> None:
         """Let time pass; called several times per second."""
         self.step(TickEvent())
         self.fence.tick()
+        self.kv.tick()
+
+    def close(self) -> None:
+        """Carry nothing out any more."""
+        self.fence.close()
+        self.kv.close()
 
     def report_waiting(self) -> None:
         """Tell those that wait that they still do; called every STILL_WAITING_S seconds."""
@@ -181,6 +190,10 @@ class MemoryService:
                 self.step(UnpinEvent(session=number, generation=message.generation), call)
             case wire.OfferRank():
                 self._offers.take(session, message, descriptors)
+            case wire.AskKV():
+                await self.kv.ask(session, message)
+            case wire.ReleaseKV():
+                self.kv.release(session, call)
             case wire.ClaimEpoch():
                 self.step(ClaimEvent(session=number, cohort=session.hello.cohort, seen=message.seen), call)
                 self._claimed(session, self.state.cohorts[session.hello.cohort].epoch)
@@ -239,6 +252,7 @@ class MemoryService:
     def _claimed(self, session: GmsSession, epoch: int) -> None:
         """Tell the other engines of a cohort that this one serves."""
         self.fence.serves(session, epoch)
+        self.kv.claimed(session.hello.cohort, epoch)
         engine = session.hello.engine
         for each in self.sessions.values():
             if each.hello.cohort == session.hello.cohort and each.hello.engine != engine:

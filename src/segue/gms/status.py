@@ -42,6 +42,7 @@ def status_of(service: MemoryService) -> dict[str, object]:
             }
             for lease in writing
         ],
+        "kv": service.kv.rows(),
         "waiting": [service.name(ask.session) for ask in state.waiting],
         "sessions": [
             {

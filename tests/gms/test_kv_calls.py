@@ -1,0 +1,348 @@
+"""KV memory of a real service: who gets whose, with real processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segue.cli.gms import status_tables
+from segue.errors import SharedMemoryError, SlabMemoryError
+from segue.gms.client import GmsClient
+from segue.gms.fencing import ProcessFence
+from segue.gms.server import GmsServer
+from segue.gms.service import MemoryService
+from segue.gms.store import SlabStore
+from segue.memory.memfd import MemfdVMM
+from segue.memory.vmm import VMM
+from tests.gms.kv_engine import Mapped, kv_engines
+from tests.gms.running import DEADLINE_S, SLAB, end, refusal, running, start, target, until
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    with running(tmp_path / "d"):
+        yield tmp_path / "d"
+
+
+@contextmanager
+def serving(directory: Path, vmms: Mapping[str, VMM] | None = None) -> Iterator[Path]:
+    """A service in a thread of this process, whose parts a test can exchange."""
+    loop = asyncio.new_event_loop()
+    ready, ended = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        service = MemoryService(SlabStore(vmms or {"cpu": MemfdVMM()}))
+        task = asyncio.create_task(GmsServer(service, str(directory)).run())
+        ready.set()
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        service.store.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    try:
+        yield directory
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    with target(directory, tag="watch") as client:
+        found: list[dict[str, Any]] = client.status()["kv"]
+    return found
+
+
+def kinds(directory: Path) -> list[str]:
+    with target(directory, tag="watch") as client:
+        return [event.kind for event in client.events()]
+
+
+def ask(client: GmsClient, epoch: int, **options: Any) -> Mapped:
+    given = {"pool_bytes": 2 * SLAB, "slab_bytes": SLAB} | options
+    return Mapped(client.ask_kv(epoch, **given))
+
+
+def test_a_set_of_many_slabs_comes_with_a_journal(directory: Path) -> None:
+    with target(directory, engine="a", cohort="c") as client:
+        epoch = client.claim()
+        grant = client.ask_kv(epoch, 65 * SLAB, slab_bytes=SLAB, journal_bytes=100)
+        assert grant.is_fresh and grant.sizes == [SLAB] * 65 and grant.journal is not None
+        memory = Mapped(grant)
+        assert memory.read(3) == [b"\0\0\0"] * 66
+        memory.write(b"abc")
+        assert memory.read(3) == [b"abc"] * 66
+        (row,) = rows(directory)
+        assert {**row, "user": None} == {
+            **{"cohort": "c", "rank": 0, "phase": "leased", "epoch": epoch, "user": None, "waits": None},
+            **{"bytes": 65 * SLAB, "journal_bytes": 100},
+        }
+        assert row["user"].startswith("c/a rank 0 (pid ")
+        (table,) = (table for title, table in status_tables(client.status()) if title == "KV memory")
+        assert table.row_count == 1
+    until(lambda: rows(directory) == [], "the memory of a cohort without engines is given back")
+    with target(directory, tag="watch") as client:
+        assert client.status()["devices"] == {"cpu": 0}
+    assert [each for each in kinds(directory) if each.startswith("kv_")] == [
+        *("kv_granted", "kv_quarantined", "kv_freed")
+    ]
+
+
+def test_the_last_slab_has_the_rest(directory: Path) -> None:
+    with target(directory) as client:
+        grant = client.ask_kv(client.claim(), 5 * SLAB, slab_bytes=2 * SLAB)
+        assert grant.sizes == [2 * SLAB, 2 * SLAB, SLAB] and grant.journal is None
+        assert len(Mapped(grant).slabs) == 3
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_successor_gets_the_memory_of_a_killed_engine_once_its_process_has_ended(
+    directory: Path, stopped: bool
+) -> None:
+    with kv_engines(directory, "a", "b") as (old, new):
+        assert old.call("ask", old.call("claim"), 2, 10, 0.0) is True
+        old.call("write", "left")
+        if stopped:  # it has the connection still: the service kills it
+            old.process.send_signal(signal.SIGSTOP)
+        else:
+            old.process.kill()
+        assert new.call("ask", new.call("claim"), 2, 10, DEADLINE_S) is False
+        assert new.call("read", 4) == ["left"] * 3
+        assert old.process.wait(DEADLINE_S) == -signal.SIGKILL
+        assert [row["epoch"] for row in rows(directory)] == [2]
+
+
+def test_a_process_that_has_only_left_may_still_write(directory: Path) -> None:
+    with kv_engines(directory, "a", "b") as (old, new):
+        assert old.call("ask", old.call("claim"), 1, 0, 0.0)
+        old.call("leave")
+        until(lambda: [row["phase"] for row in rows(directory)] == ["quarantined"], "it is seen")
+        old.call("write", "late")
+        assert new.call("ask", new.call("claim"), 1, 0, DEADLINE_S) is False
+        assert old.process.wait(DEADLINE_S) == -signal.SIGKILL, "it was killed first"
+        assert new.call("read", 4) == ["late"]
+
+
+def test_who_cannot_be_killed_keeps_its_memory_and_the_successor_gets_other(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(ProcessFence, "kill", lambda self, process: None)
+    with serving(tmp_path / "d") as directory, kv_engines(directory, "a", "b") as (old, new):
+        assert old.call("ask", old.call("claim"), 1, 0, 0.0)
+        began = time.monotonic()
+        assert new.call("ask", new.call("claim"), 1, 0, 0.3) is True
+        assert time.monotonic() - began >= 0.3
+        new.call("write", "new")
+        old.call("write", "old")
+        assert (old.call("read", 3), new.call("read", 3)) == (["old"], ["new"])
+        assert [row["bytes"] for row in rows(directory)] == [SLAB]
+
+
+class ScarceVMM(MemfdVMM):
+    """Has memory for some slabs, and then for none until it gets more."""
+
+    def __init__(self, slabs: int) -> None:
+        super().__init__()
+        self.left = slabs
+        self.tries = 0
+
+    def create(self, size: int) -> int:
+        self.tries += 1
+        if not self.left:
+            raise SlabMemoryError("none is left")
+        self.left -= 1
+        return super().create(size)
+
+
+def test_without_memory_for_a_second_set_the_successor_is_refused_until_the_writer_has_ended(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(ProcessFence, "kill", lambda self, process: None)
+    with (
+        serving(tmp_path / "d", {"cpu": ScarceVMM(1)}) as directory,
+        kv_engines(directory, "a") as (old,),
+        target(directory, engine="b") as new,
+    ):
+        assert old.call("ask", old.call("claim"), 1, 0, 0.0)
+        old.call("write", "left")
+        epoch = new.claim()
+        refused = refusal(lambda: ask(new, epoch, pool_bytes=SLAB))
+        assert refused.code == "fence"
+        for part in ("'default', rank 0", f"default/a rank 0 (pid {old.process.pid})", "none is left"):
+            assert part in refused.message
+        old.kill()
+        assert ask(new, epoch, pool_bytes=SLAB, wait_s=DEADLINE_S).read(4) == [b"left"]
+
+
+def test_memory_that_comes_back_is_waited_for(tmp_path: Path) -> None:
+    vmm = ScarceVMM(1)
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory, target(directory) as client:
+        epoch = client.claim()
+        refused = refusal(lambda: ask(client, epoch))
+        assert refused.code == "memory" and "none is left" in refused.message
+        vmm.tries = 0
+
+        def more() -> None:
+            until(lambda: vmm.tries >= 3, "it is tried again and again")
+            vmm.left = 2
+
+        helper = threading.Thread(target=more)
+        helper.start()
+        assert ask(client, epoch, wait_s=DEADLINE_S).is_fresh
+        helper.join()
+        assert kinds(directory).count("out_of_memory") == 2
+
+
+def test_a_set_without_memory_for_its_journal_is_given_back(tmp_path: Path, monkeypatch: Patch) -> None:
+    with serving(tmp_path / "d", {"cpu": ScarceVMM(4)}) as directory, target(directory) as client:
+        epoch = client.claim()
+        monkeypatch.setattr("segue.gms.kv_calls.MemfdVMM", lambda: ScarceVMM(0))
+        assert refusal(lambda: ask(client, epoch, journal_bytes=10)).code == "memory"
+        assert client.status()["devices"] == {"cpu": 0} and rows(directory) == []
+        monkeypatch.undo()
+        assert ask(client, epoch, journal_bytes=10).journal is not None
+
+
+def test_without_a_pidfd_memory_is_never_handed_on(tmp_path: Path, monkeypatch: Patch) -> None:
+    def none(connection: object) -> None:
+        raise SharedMemoryError("no pidfd")
+
+    monkeypatch.setattr("segue.gms.server.shared.peer_process", none)
+    with serving(tmp_path / "d") as directory, kv_engines(directory, "a", "b") as (old, new):
+        assert old.call("ask", old.call("claim"), 2, 10, 0.0)
+        old.call("write", "left")
+        old.kill()
+        assert new.call("ask", new.call("claim"), 2, 10, DEADLINE_S) is True
+        assert new.call("read", 4) == ["\0\0\0\0"] * 3
+        assert rows(directory)[0]["bytes"] == 2 * SLAB
+
+
+def test_an_older_engine_gets_nothing(directory: Path) -> None:
+    with target(directory, engine="a") as old, target(directory, engine="b") as new:
+        first, second = old.claim(), new.claim()
+        refused = refusal(lambda: ask(old, first))
+        assert refused.code == "stale_epoch" and f"epoch {second}" in refused.message
+        assert ask(new, second).is_fresh
+        refused = refusal(lambda: ask(new, second))
+        assert refused.code == "held" and "default/b rank 0" in refused.message
+        assert refusal(lambda: ask(old, second)).code == "held"
+
+
+def test_who_waits_is_refused_once_a_newer_engine_claims(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ProcessFence, "kill", lambda self, process: None)
+    with (
+        serving(tmp_path / "d") as directory,
+        kv_engines(directory, "a") as (old,),
+        target(directory, engine="b") as waits,
+        target(directory, engine="c") as newest,
+    ):
+        assert old.call("ask", old.call("claim"), 1, 0, 0.0)
+        epoch, found = waits.claim(), []
+        thread = threading.Thread(
+            target=lambda: found.append(
+                refusal(lambda: ask(waits, epoch, pool_bytes=SLAB, wait_s=DEADLINE_S))
+            )
+        )
+        thread.start()
+        until(lambda: rows(directory)[0]["waits"] is not None, "it waits")
+        newest.claim()
+        thread.join(DEADLINE_S)
+        assert found[0].code == "stale_epoch"
+
+
+def test_a_process_that_lost_its_session_gets_its_own_memory_again(directory: Path) -> None:
+    with kv_engines(directory, "a") as (engine,), target(directory, engine="b"):
+        epoch = engine.call("claim")
+        assert engine.call("ask", epoch, 1, 0, 0.0) is True
+        engine.call("write", "mine")
+        engine.call("again")
+        assert engine.call("ask", epoch, 1, 0, 0.0) is True, "it may never have got the first answer"
+        assert engine.call("read", 4) == ["mine"]
+        engine.kill()
+        until(lambda: rows(directory)[0]["phase"] == "shaped", "the end of its process is still seen")
+
+
+def test_memory_that_is_given_back_needs_no_fence(directory: Path) -> None:
+    with kv_engines(directory, "a") as (old,), target(directory, engine="b") as new:
+        assert old.call("ask", old.call("claim"), 2, 0, 0.0)
+        old.call("write", "left")
+        old.call("release")
+        assert not ask(new, new.claim()).is_fresh
+        assert old.process.poll() is None
+
+
+def test_another_size_or_device_makes_other_memory(tmp_path: Path) -> None:
+    vmms = {"cpu": MemfdVMM(), "other": MemfdVMM()}
+    with serving(tmp_path / "d", vmms) as directory, target(directory, engine="keeps the cohort"):
+        for device, slabs, fresh in (
+            ("cpu", 1, True),
+            ("cpu", 2, True),
+            ("other", 2, True),
+            ("other", 2, False),
+        ):
+            with target(directory, device=device) as client:
+                assert ask(client, client.claim(), pool_bytes=slabs * SLAB).is_fresh == fresh
+                client.release_kv()
+                (row,) = rows(directory)
+                assert row["bytes"] == slabs * SLAB and row["user"] is None
+
+
+def test_wrong_sizes_and_sessions_are_refused(directory: Path) -> None:
+    with target(directory) as client:
+        refused = refusal(lambda: ask(client, client.claim(), pool_bytes=SLAB + 1))
+        assert refused.code == "slabs" and f"multiple of {SLAB}" in refused.message
+        assert refusal(lambda: ask(client, 1, pool_bytes=4097 * SLAB)).code == "memory"
+    with target(directory, tag="watch") as client:
+        assert refusal(lambda: ask(client, 1)).code == "protocol"
+
+
+def test_a_service_that_was_started_again_hands_nothing_on(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    holder = start(directory, command="hold")
+    try:
+        with running(directory) as service, kv_engines(directory, "a", "b") as (old, new):
+            epoch = old.call("claim")
+            assert old.call("ask", epoch, 1, 10, 0.0)
+            old.call("write", "old")
+            end(service, signal.SIGKILL)
+            with running(directory):
+                assert rows(directory) == []
+                new.call("again")
+                assert refusal(lambda: ask_stale(directory, epoch)).code == "stale_epoch"
+                assert new.call("ask", new.call("claim"), 1, 10, 0.0) is True
+                new.call("write", "new")
+                old.call("write", "OLD")
+                assert (old.call("read", 3), new.call("read", 3)) == (["OLD"] * 2, ["new"] * 2)
+    finally:
+        end(holder)
+
+
+def ask_stale(directory: Path, epoch: int) -> None:
+    """Ask with an epoch before the one that the holder has kept."""
+    with target(directory, engine="c") as client:
+        ask(client, epoch - 1)
+
+
+def test_a_service_that_ends_while_it_makes_memory_ends(tmp_path: Path) -> None:
+    with serving(tmp_path / "d", {"cpu": ScarceVMM(0)}) as directory:
+        client = target(directory)
+        epoch = client.claim()
+        thread = threading.Thread(target=lambda: refusal(lambda: ask(client, epoch, wait_s=DEADLINE_S)))
+        thread.start()
+        until(lambda: rows(directory) != [], "it is tried")
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    client.close()
