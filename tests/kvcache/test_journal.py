@@ -17,6 +17,7 @@ from segue.kvcache.journal import (
     PageRecord,
     journal_bytes,
     name_of,
+    take_name,
 )
 from tests.kvcache.torn_journal import TornJournal, write_all
 
@@ -148,8 +149,17 @@ def test_a_journal_says_what_it_is_for() -> None:
     assert make(memory=memory).mismatch(FACTS, name_of("x")) == "memory"
     larger = PageJournal(memoryview(memory), num_pages=NUM_PAGES - 1, page_size=PAGE_SIZE)
     assert larger.mismatch(FACTS, MEMORY) == "journal"
-    memory[20] ^= 1
+    memory[40] ^= 1
     assert make(memory=memory).mismatch(FACTS, MEMORY) == "journal"
+
+
+def test_memory_has_one_name_from_the_first_engine_on() -> None:
+    memory = memoryview(bytearray(journal_bytes(NUM_PAGES, PAGE_SIZE)))
+    name, is_new = take_name(memory)
+    assert is_new and any(name) and len(name) == len(FACTS)
+    PageJournal(memory, num_pages=NUM_PAGES, page_size=PAGE_SIZE).begin(FACTS, MEMORY)
+    assert take_name(memory) == (name, False)
+    assert take_name(memoryview(bytearray(16)))[0] != name
 
 
 def test_memory_that_is_too_small_is_refused() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from segue.kvcache.journal import journal_bytes, name_of
 from segue.kvcache.prefix_cache import Node
 from segue.messages.control import Flushed, SchedulerMessage, SchedulerOutput
-from segue.messages.life import ColdReason, HeldKV
+from segue.messages.life import ColdReason, HeldKV, RankAnswer
 from segue.messages.steps import StepPlan, StepResult
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.scheduler import Scheduler
@@ -79,13 +79,15 @@ class WarmingSimulation(PausingSimulation):
         sizes = {"num_pages": self.limits.num_pages, "page_size": self.limits.page_size}
         self.torn = TornJournal(memoryview(shared.journal), **sizes)
         self.is_launching = False  # whether the last writes of the journal belong to a step that runs since
-        self.warm = WarmKV(self.scheduler, FACTS, lambda: str(self.served))
+        self.warm = WarmKV(self.scheduler, FACTS, lambda: str(self.served), lambda: self.torn, num_ranks=2)
         self.wake()
 
     def wake(self) -> None:
         """Adopt what the engine before has left, and check that it is what it is said to be."""
-        held = [HeldKV(*each) for each in zip(self.shared.sets, self.shared.is_fresh, strict=True)]
-        self.warm.wake(self.torn, held)
+        self.warm.await_ranks(7)
+        held = zip(self.shared.sets, self.shared.is_fresh, strict=True)
+        for rank, (name, is_fresh) in enumerate(held):
+            self.warm.on_answer(RankAnswer(call=7, rank=rank, kv=HeldKV(name, is_fresh)))
         self.shared.is_fresh = [False, False]
         self.adopted = self.shared_pages()
         assert self.scheduler.totals.warm_pages == len(self.adopted)

@@ -5,7 +5,7 @@ it proves. The table may have been left in the middle of any write, so each slot
 its contents, or 0. The contents are written before the word, and the word is cleared before the page may be
 written to again. Therefore a slot whose word fits its contents describes what the page has.
 
-    header, a block of 64 bytes | words, uint64 [num_pages] | contents, a slot per page
+    name of the KV memory, 16 bytes | header | words from byte 128 on, uint64 [num_pages] | a slot per page
 
 All numbers are little-endian. The kernel keeps every write that a process has made before it was killed, in
 their order.
@@ -13,6 +13,7 @@ their order.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ NAME_BYTES = 16  # of the names of weights, memory and facts
 ROOT = -1  # the parent page of the first page of a chain
 
 _HEADER = struct.Struct(f"<8sQQ{NAME_BYTES}s{NAME_BYTES}s")  # FORMAT, num_pages, page_size, facts, memory
-_HEADER_BYTES = 64  # with the checksum behind `_HEADER`
+_HEADER_AT = NAME_BYTES
+_CHECKSUM_AT = _HEADER_AT + _HEADER.size
+_WORDS_AT = 128
 _FIELDS = struct.Struct(f"<QQiI{NAME_BYTES}s")  # seq, the parent's seq, the parent's page, epoch, weights
 _WORD = struct.Struct("<Q")
 
@@ -73,6 +76,18 @@ def journal_bytes(num_pages: int, page_size: int) -> int:
     return _slots_at(num_pages) + num_pages * _slot_bytes(page_size)
 
 
+def take_name(memory: memoryview) -> tuple[bytes, bool]:
+    """Return the name of the KV memory that a journal belongs to, and whether it has just been drawn.
+
+    Every rank has a journal, be it only for the name: so it shows which memory of other ranks belongs to it.
+    """
+    name = bytes(memory[:NAME_BYTES])
+    is_new = not any(name)
+    if is_new:
+        memory[:NAME_BYTES] = name = os.urandom(NAME_BYTES)
+    return name, is_new
+
+
 def name_of(*facts: object) -> bytes:
     """Return a name of ``NAME_BYTES`` bytes that equal facts, and only these, have in common."""
     return blake2b(repr(facts).encode(), digest_size=NAME_BYTES).digest()
@@ -109,16 +124,16 @@ class PageJournal:
             facts: the name of all that two engines must have in common to use each other's pages.
             memory: the name of the KV memory of all ranks.
         """
-        self._write(_HEADER.size, bytes(8))
+        self._write(_CHECKSUM_AT, bytes(8))
         self._clear()
         header = _HEADER.pack(FORMAT, self._num_pages, self._page_size, facts, memory)
-        self._write(0, header)
-        self._write(_HEADER.size, _WORD.pack(_checksum(header)))
+        self._write(_HEADER_AT, header)
+        self._write(_CHECKSUM_AT, _WORD.pack(_checksum(header)))
 
     def mismatch(self, facts: bytes, memory: bytes) -> Literal["journal", "facts", "memory"] | None:
         """Return what is not as in :meth:`begin`; "journal": nothing is, None: all is."""
-        header = bytes(self._memory[: _HEADER.size])
-        (checksum,) = _WORD.unpack_from(self._memory, _HEADER.size)
+        header = bytes(self._memory[_HEADER_AT:_CHECKSUM_AT])
+        (checksum,) = _WORD.unpack_from(self._memory, _CHECKSUM_AT)
         if checksum != _checksum(header):
             return "journal"
         found, num_pages, page_size, its_facts, its_memory = _HEADER.unpack(header)
@@ -135,7 +150,7 @@ class PageJournal:
 
         What was not written whole, or is of another time, is left out, and so is all that comes behind it.
         """
-        words = np.frombuffer(self._memory, "<u8", self._num_pages, _HEADER_BYTES)
+        words = np.frombuffer(self._memory, "<u8", self._num_pages, _WORDS_AT)
         found: list[tuple[int, PageRecord]] = []
         last_seq = 0
         for page in np.flatnonzero(words).tolist():
@@ -166,7 +181,7 @@ class PageJournal:
 
     def retain(self, pages: Collection[int]) -> None:
         """Forget all pages but these."""
-        words = np.frombuffer(self._memory, "<u8", self._num_pages, _HEADER_BYTES)
+        words = np.frombuffer(self._memory, "<u8", self._num_pages, _WORDS_AT)
         kept = set(pages)
         gone = tuple(page for page in np.flatnonzero(words).tolist() if page not in kept)
         self.write(ForgottenPages(gone))
@@ -183,14 +198,14 @@ class PageJournal:
         self._write(self._word_at(page), _WORD.pack(_slot_word(page, content)))
 
     def _clear(self) -> None:
-        self._write(_HEADER_BYTES, bytes(8 * self._num_pages))
+        self._write(_WORDS_AT, bytes(8 * self._num_pages))
 
     def _write(self, offset: int, data: bytes) -> None:
         """Write bytes; every change of the memory goes through here."""
         self._memory[offset : offset + len(data)] = data
 
     def _word_at(self, page: int) -> int:
-        return _HEADER_BYTES + 8 * page
+        return _WORDS_AT + 8 * page
 
     def _content(self, page: int) -> bytes:
         start = self._slots_at + page * self._slot_bytes
@@ -198,7 +213,7 @@ class PageJournal:
 
 
 def _slots_at(num_pages: int) -> int:
-    return round_up(_HEADER_BYTES + 8 * num_pages, 64)
+    return round_up(_WORDS_AT + 8 * num_pages, 64)
 
 
 def _slot_bytes(page_size: int) -> int:

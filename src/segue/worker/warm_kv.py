@@ -8,28 +8,59 @@ prefix cache begins empty, as without warm KV.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from segue.kvcache.journal import ForgottenCache, PageJournal, name_of
 from segue.logs import logger
-from segue.messages.life import ColdReason, HeldKV
+from segue.messages.life import ColdReason, HeldKV, RankAnswer
 from segue.scheduler.scheduler import Scheduler
+from segue.version import __version__
+
+if TYPE_CHECKING:  # it needs torch
+    from segue.model_runner.runner import ModelRunner
 
 
 class WarmKV:
     """The journal of one engine, from its wake on."""
 
-    def __init__(self, scheduler: Scheduler, facts: bytes, name_weights: Callable[[], str]) -> None:
-        """Begin without a journal: :meth:`wake` brings one.
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        facts: bytes,
+        name_weights: Callable[[], str],
+        open_journal: Callable[[], PageJournal | None],
+        num_ranks: int,
+    ) -> None:
+        """Begin without a journal: the wake brings one.
 
         Args:
             scheduler: has the prefix cache.
             facts: the name of what two engines must have in common to use each other's pages.
             name_weights: returns what tells the weights that are served now apart from all others.
+            open_journal: returns the journal that came with the KV memory of this rank; None: there is none.
+            num_ranks: the number of ranks, each of which has KV memory.
         """
         self._scheduler = scheduler
         self._facts = facts
         self._name_weights = name_weights
+        self._open_journal = open_journal
+        self._num_ranks = num_ranks
+        self._call: int | None = None  # of the wake
+        self._held: dict[int, HeldKV | None] = {}  # by rank that has woken
         self._journal: PageJournal | None = None
+
+    def await_ranks(self, call: int) -> None:
+        """Begin a wake: every rank answers the call."""
+        self._call = call
+
+    def on_answer(self, answer: RankAnswer) -> None:
+        """Take a rank's answer to any call; with the last one to the wake, adopt what is proved."""
+        if answer.call != self._call or answer.error:
+            return
+        self._held[answer.rank] = answer.kv
+        if len(self._held) == self._num_ranks:
+            self._call = None
+            self.wake(self._open_journal(), [self._held[rank] for rank in range(self._num_ranks)])
 
     def wake(self, journal: PageJournal | None, held: Sequence[HeldKV | None]) -> None:
         """Adopt what is proved, and go on with the journal, or begin it. No step has run yet.
@@ -89,6 +120,24 @@ class WarmKV:
             reason = "empty" if found.next_seq == 1 else "weights"
         journal.begin(self._facts, memory)
         return reason
+
+
+def make_warm_kv(scheduler: Scheduler, runner: ModelRunner) -> WarmKV:
+    """Return rank 0's warm KV of an engine whose weights are the memory service's."""
+    config, limits, generations = scheduler.config, scheduler.limits, runner.memory.generations
+    assert generations is not None
+    facts = name_of(
+        *(__version__, runner.source.config, runner.device.type, str(runner.dtype), runner.kv_bytes),
+        *(limits.num_pages, limits.page_size, config.tp, runner.attention_backend, config.deterministic),
+    )
+
+    def open_journal() -> PageJournal | None:
+        memory = runner.memory.kv_journal
+        if memory is None:
+            return None
+        return PageJournal(memory, num_pages=limits.num_pages, page_size=limits.page_size)
+
+    return WarmKV(scheduler, facts, lambda: generations.name, open_journal, config.tp)
 
 
 _WHY: dict[ColdReason, str] = {
