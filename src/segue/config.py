@@ -28,6 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Role = Literal["both", "prefill", "decode"]
 GmsMode = Literal["off", "rw_or_ro", "rw", "ro"]
+KVOwner = Literal["auto", "gms", "private"]
 WakeBy = Literal["lock", "manual", "both"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 HealthStatus = Literal["ready", "notready"]
@@ -369,6 +370,19 @@ class EngineConfig(Options):
     gms_token: str | None = _failover(
         None, "Token of the memory service, if it was started with one.", check=check_key
     )
+    kv_owner: KVOwner = _failover(
+        "auto",
+        "Whose memory the KV cache of an engine that wakes is: 'gms': the memory service's, which hands it "
+        "on to the next engine of the cohort; 'private': the engine's own; 'auto': 'gms' on CUDA with "
+        "--gms-dir, for engines that have no KV cache while they stand by.",
+    )
+    fence_timeout_s: float = _failover(
+        5.0,
+        "Seconds that an engine which wakes waits for the end of the process before it, which may still "
+        "write to the KV cache of --kv-owner gms; then it takes other memory, if there is some.",
+        minimum=0.0,
+        maximum=3600.0,
+    )
     on_gms_loss: Literal["serve", "exit"] = _failover(
         "serve",
         "What an engine does that has lost the memory service: 'serve': go on with the memory that it has "
@@ -444,6 +458,12 @@ class EngineConfig(Options):
     def shares_weights(self) -> bool:
         """Whether the weights belong to the memory service, so that nothing may write to them."""
         return self.gms_dir is not None and self.gms_mode != "off"
+
+    @property
+    def parks_kv(self) -> bool:
+        """Whether one page of the KV cache is enough for the engine while it stands by."""
+        # Other engines map the cache of one with a role. Steps that are timed at the start write to it.
+        return self.shadow_mode and self.role == "both" and not self.enable_laps_scheduler
 
     @property
     def probed_port(self) -> int | None:

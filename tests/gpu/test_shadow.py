@@ -1,4 +1,7 @@
-"""Engines of a pod on one GPU: what one that stands by takes of the device, and takeovers without growth."""
+"""Engines of a pod on one GPU: what one that stands by takes of the device, and takeovers without growth.
+
+Each with the KV cache as memory of the service, which is handed on, and as memory of each engine.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from bench import suite
 from bench.model_dir import with_tokenizer
 from segue.cluster.pod_process import PodProcess
+from tests.gms import running as gms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -23,11 +27,11 @@ TAKEOVERS = 4
 GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[list[str]]:
+@pytest.fixture(scope="module", params=["auto", "private"])
+def options(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     with with_tokenizer(Path(suite.model_dir("0.6b"))) as model:
         found = ["--model", str(model), "--load-format", "dummy", "--device", "cuda"]
-        yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS)]
+        yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS), "--kv-owner", request.param]
 
 
 def used() -> int:
@@ -42,6 +46,12 @@ def tokens(pod: PodProcess) -> list[int]:
     assert reply.status_code == 200, reply.text
     found: list[int] = reply.json()["output_ids"]
     return found
+
+
+def kv_grants(pod: PodProcess) -> list[bool]:
+    """Whether each grant of KV memory so far was fresh memory."""
+    with gms.target(next(pod.directory.glob("segue-*/gms")), tag="watch") as client:
+        return [" fresh, " in event.text for event in client.events() if event.kind == "kv_granted"]
 
 
 def test_an_engine_that_stands_by_takes_little_of_the_device(options: list[str]) -> None:
@@ -64,3 +74,5 @@ def test_takeovers_leave_nothing_on_the_device(options: list[str]) -> None:
             pod.kill_serving("engine")
         assert all(reply == replies[0] for reply in replies)
         assert max(found[1:]) - found[0] <= 0.02 * found[0], found
+        is_handed_on = options[-1] == "auto"
+        assert kv_grants(pod)[:TAKEOVERS] == ([True] + [False] * (TAKEOVERS - 1) if is_handed_on else [])

@@ -33,6 +33,29 @@ def test_a_plain_engine_with_shared_weights_is_taken() -> None:
     check_shared_weights(EngineConfig.create({}, gms_dir="/run/gms"), embedded=False)
 
 
+STANDS_BY = {"gms_dir": "/run/gms", "shadow_mode": True, "failover_dir": "/run/segue", "kv_owner": "gms"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"gms_dir": None}, "give --gms-dir"),
+        ({"gms_mode": "off"}, "without --gms-mode off"),
+        ({"shadow_mode": False}, "give --shadow-mode"),
+        ({"role": "decode"}, "use --role both"),
+        ({"enable_laps_scheduler": True}, "enable_laps_scheduler=True"),
+    ],
+)
+def test_kv_memory_of_the_service_is_for_engines_that_stand_by(changes: dict[str, Any], remedy: str) -> None:
+    check_shared_weights(EngineConfig.create({}, **STANDS_BY), embedded=False)
+    config = EngineConfig.create({}, **STANDS_BY | changes)
+    with pytest.raises(ConfigError, match=f"kv_owner='gms': .*{remedy}") as caught:
+        check_shared_weights(config, embedded=False)
+    assert caught.value.param == "kv_owner"
+    unasked = EngineConfig.create({}, **STANDS_BY | changes | {"kv_owner": "auto"})
+    check_shared_weights(unasked, embedded=False)
+
+
 @pytest.mark.parametrize("mode", ["rw", "ro"])
 def test_a_mode_without_a_service_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match="give --gms-dir"):

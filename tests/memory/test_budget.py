@@ -55,6 +55,27 @@ def test_formula_counts_weights_that_engines_share_once():
     assert formula_pages(replace(CUDA, local_ranks=2, is_arena_shared=True)) == 599
 
 
+def test_formula_counts_the_kv_cache_once_if_only_the_engine_that_serves_has_it():
+    parked = replace(CUDA, num_engines=2, is_arena_shared=True, parks_kv=True)
+    # 8,800,000 - 3,000,000 - 2 * 800,000 - 4,194,304 (blocks around a page) = 5,696: 5 pages, one is scratch
+    assert formula_pages(parked) == 4
+    # each further engine that stands by takes 800,000 and its blocks; all of 40,000,000 may be used
+    wide = replace(parked, free_before=40_000_000, memory_ratio=1.0)
+    assert formula_pages(wide) == 31_205 - 1
+    assert formula_pages(replace(wide, num_engines=3)) == 31_205 - 4_994 - 1
+    assert formula_pages(replace(wide, num_engines=1)) == formula_pages(
+        replace(wide, num_engines=1, parks_kv=False)
+    )
+
+
+def test_an_engine_that_stands_by_needs_no_memory_for_a_second_kv_cache():
+    parked = replace(CUDA, parks_kv=True)
+    check_standby(parked, 780_000 + (4 << 20), kv_bytes=1 << 40)
+    with pytest.raises(OutOfMemoryError, match=r"1\.0 MiB are missing.*--num-shadows"):
+        check_standby(parked, 780_000 + (3 << 20), kv_bytes=1 << 40)
+    check_standby(parked, 780_000 + 5, kv_bytes=5)
+
+
 def test_an_engine_that_cannot_have_the_pages_of_the_others_is_told_how_much_is_missing():
     # KV, and the reserve of 800,000 without 20,000 of packed copies, which were made with the weights
     check_standby(CUDA, 5_780_000, kv_bytes=5_000_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -116,3 +117,48 @@ def test_kv_that_is_not_parked_is_whole_from_the_start(memory: ReleasableMemory)
     kv.fill_(1)
     memory.wake()
     assert kv.all()
+
+
+class ScarceVMM(MemfdVMM):
+    """Has no memory for the next `refusals` slabs."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__()
+        self.refusals = refusals
+
+    def private(self, size: int) -> Slab:
+        if self.refusals:
+            self.refusals -= 1
+            raise SlabMemoryError("none is left")
+        return super().private(size)
+
+
+def parked(refusals: int) -> ReleasableMemory:
+    """Memory of an engine that stands by; its wake meets so many refusals."""
+    memory = ReleasableMemory(torch.device("cpu"), parks_kv=True)
+    memory._vmm = vmm = ScarceVMM(0)
+    memory.take_kv(9 << 20, scratch_bytes=1 << 20)
+    vmm.refusals = refusals
+    return memory
+
+
+def test_a_wake_waits_for_memory_that_comes_back() -> None:
+    memory = parked(3)
+    memory.wake(1, timeout_s=30.0)
+    assert memory._ranges["kv_cache"].window.mapped_bytes == 10 << 20
+    memory.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.2])
+def test_a_wake_without_memory_says_how_much_is_missing(
+    timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releasable, "free_cpu_memory", lambda: 4 << 20)
+    memory, began = parked(1_000_000), time.monotonic()
+    with pytest.raises(
+        SlabMemoryError, match=r"needs 10\.0 MiB, .* 4\.0 MiB is free .* 6\.0 MiB are missing"
+    ):
+        memory.wake(1, timeout_s=timeout_s)
+    assert 0.8 * timeout_s <= time.monotonic() - began < 0.8 * timeout_s + 5
+    assert not memory._ranges["kv_cache"].window.mapped_bytes
+    memory.close()

@@ -62,7 +62,7 @@ class FakeRank:
     def deep_ping(self) -> None:
         pass
 
-    def wake(self, epoch: int) -> None:
+    def wake(self, epoch: int, timeout_s: float) -> None:
         if self.tp.rank != int(os.environ.get("FAKE_WAKE_RANK", "0")):
             return
         match os.environ.get("FAKE_WAKE"):

@@ -31,8 +31,8 @@ class Rank:
     def deep_ping(self) -> None:
         self.done.append("ping")
 
-    def wake(self, epoch: int) -> HeldKV | None:
-        self.done.append(f"wake {epoch}")
+    def wake(self, epoch: int, timeout_s: float) -> HeldKV | None:
+        self.done.append(f"wake {epoch}" + (f" within {timeout_s:g} s" if timeout_s else ""))
         if self.error is not None:
             raise self.error
         return self.held_kv
@@ -55,6 +55,12 @@ def test_only_a_deep_ping_runs_something() -> None:
 def test_a_wake_without_a_limit_starts_no_watchdog() -> None:
     rank = Rank()
     assert answers_of(rank, WakeRanks(3, 0.0, 7), EndWake()) == [RankAnswer(3, 0)] and rank.done == ["wake 7"]
+
+
+def test_a_rank_knows_how_long_its_wake_may_take() -> None:
+    rank = Rank()
+    answers_of(rank, WakeRanks(3, 60.0, 7), EndWake())
+    assert rank.done == ["wake 7 within 60 s"]
 
 
 def test_a_rank_that_cannot_wake_says_why(caplog: pytest.LogCaptureFixture) -> None:

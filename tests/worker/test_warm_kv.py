@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ class Kept:
     def __init__(self) -> None:
         self.journal = bytearray(journal_bytes(NUM_PAGES, PAGE_SIZE))
         self.kv: dict[Any, Any] = {}
-        self.held = [HeldKV("a", True), HeldKV("b", True)]
+        self.held: list[HeldKV | None] = [HeldKV("a", True), HeldKV("b", True)]
 
     def published(self) -> set[int]:
         return {record.page for record in self.open().read(WEIGHTS, VOCAB).records}
@@ -45,6 +46,7 @@ class WarmClient(Client):
     def __init__(self, kept: Kept) -> None:
         super().__init__(overlap=True, ranks=2, num_pages=NUM_PAGES, warm_kv=True)
         self.kept = kept
+        self.is_open = True
         self.runner.device.kv = kept.kv
         self.runner.tp = TPInfo(rank=0, size=2)
         self.runner.wake = lambda *_: kept.held[0]
@@ -94,10 +96,14 @@ class WarmClient(Client):
                 return message.finished[0]
 
     def end(self) -> None:
+        self.is_open = False
         self.close()
         self.close_sockets()
         assert find_problems(self.loop.scheduler) == []
-        self.kept.held = [HeldKV(each.name, False) for each in self.kept.held]
+        self.kept.held = [HeldKV(each.name, False) if each else None for each in self.kept.held]
+
+
+Start = Callable[[], WarmClient]
 
 
 @pytest.fixture
@@ -105,21 +111,36 @@ def kept() -> Kept:
     return Kept()
 
 
-def test_a_successor_goes_on_with_the_pages_of_the_engine_before(kept: Kept) -> None:
-    first = WarmClient(kept)
+@pytest.fixture
+def start(kept: Kept) -> Iterator[Start]:
+    """Returns what starts an engine; each one is ended, whatever comes of the test."""
+    clients: list[WarmClient] = []
+
+    def start() -> WarmClient:
+        clients.append(WarmClient(kept))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        if client.is_open:
+            client.end()
+
+
+def test_a_successor_goes_on_with_the_pages_of_the_engine_before(kept: Kept, start: Start) -> None:
+    first = start()
     first.wake()
     assert first.generate("a", PROMPT).cached_tokens == 0
     first.end()
     assert len(kept.published()) == 10, "40 tokens in pages of 4"
-    second = WarmClient(kept)
+    second = start()
     second.wake()
     assert second.loop.scheduler.totals.warm_pages == 10
     assert second.generate("a", PROMPT).cached_tokens == 36, "the last token is always computed"
     second.end()
 
 
-def test_a_page_is_forgotten_before_a_step_writes_to_it(kept: Kept) -> None:
-    client = WarmClient(kept)
+def test_a_page_is_forgotten_before_a_step_writes_to_it(kept: Kept, start: Start) -> None:
+    client = start()
     client.wake()
     for number in range(8):  # each prompt evicts pages of the one before
         client.generate(str(number), [number, *PROMPT])
@@ -127,8 +148,8 @@ def test_a_page_is_forgotten_before_a_step_writes_to_it(kept: Kept) -> None:
     assert len(client.writes) > 8 and kept.published()
 
 
-def test_what_was_flushed_is_forgotten_before_the_answer(kept: Kept) -> None:
-    client = WarmClient(kept)
+def test_what_was_flushed_is_forgotten_before_the_answer(kept: Kept, start: Start) -> None:
+    client = start()
     client.wake()
     client.generate("a", PROMPT)
     assert kept.published()
@@ -139,8 +160,8 @@ def test_what_was_flushed_is_forgotten_before_the_answer(kept: Kept) -> None:
     client.end()
 
 
-def test_the_test_request_neither_uses_nor_changes_the_cache(kept: Kept) -> None:
-    client = WarmClient(kept)
+def test_the_test_request_neither_uses_nor_changes_the_cache(kept: Kept, start: Start) -> None:
+    client = start()
     client.wake()
     client.generate("a", PROMPT)
     before = kept.published()
@@ -151,26 +172,24 @@ def test_the_test_request_neither_uses_nor_changes_the_cache(kept: Kept) -> None
 
 
 def test_without_memory_of_the_service_the_cache_begins_empty(
-    kept: Kept, caplog: pytest.LogCaptureFixture
+    kept: Kept, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept.held = [HeldKV("a", False), None]  # type: ignore[list-item]
-    client = WarmClient(kept)
+    kept.held = [HeldKV("a", False), None]
+    client = start()
     with caplog.at_level("INFO"):
         client.wake()
     assert "KV is cold: its memory is this engine's own" in caplog.text
     client.generate("a", PROMPT)
-    client.close()
-    client.close_sockets()
+    client.end()
     assert client.loop.scheduler.totals.warm_refused == "private" and not any(kept.journal)
 
 
-def test_a_rank_that_cannot_wake_leaves_everything_as_it_is(kept: Kept) -> None:
-    client = WarmClient(kept)
+def test_a_rank_that_cannot_wake_leaves_everything_as_it_is(kept: Kept, start: Start) -> None:
+    client = start()
     client.send(WakeRanks(5, 0.0, 1))
     assert client.receive() == RankAnswer(5, 0, "", kept.held[0])
     client.send_event(RankAnswer(5, 1, "no memory"))
     assert client.receive() == RankAnswer(5, 1, "no memory")
     assert client.plans.poll(DEADLINE_MS)
-    client.close()
-    client.close_sockets()
+    client.end()
     assert not any(kept.journal)

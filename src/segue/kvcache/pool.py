@@ -41,7 +41,7 @@ class KVPool:
     """
 
     def __init__(self, shape: KVShape, data: Tensor) -> None:
-        """Use `data`: as many zeroed bytes as `shape` needs."""
+        """Use `data`: as many bytes as `shape` needs. They reach no output before they are written."""
         self.num_pages = shape.num_pages
         self.num_layers = shape.num_layers
         self.page_size = shape.page_size

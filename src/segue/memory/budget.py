@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 from segue.errors import MemoryImbalanceError, OutOfMemoryError
-from segue.sizes import ceil_div
+from segue.sizes import ceil_div, round_up
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+PARKED_GRANULARITY = 2 * MIB  # the scratch page of an engine that stands by is mapped in blocks of this size
 
 MIN_PAGES = 2
 MAX_IMBALANCE = 2 * GIB
@@ -52,6 +54,7 @@ class Demand:
     local_ranks: int = 1  # ranks that share this memory: 1 on CUDA, all ranks of the host on CPU
     num_engines: int = 1  # with equal sizes on this device: the one that serves, and those that stand by
     is_arena_shared: bool = False  # whether these engines have one copy of the weights
+    parks_kv: bool = False  # whether those that stand by have the scratch page of their KV cache alone
     # Largest pool in bytes, CPU only. A CPU pool is also limited to what all requests at full length need.
     pool_limit: int | None = None
 
@@ -59,7 +62,18 @@ class Demand:
     def fixed_bytes(self) -> int:
         """The bytes of one rank that are not for KV pages, of all engines on this device."""
         copies = 1 if self.is_arena_shared else self.num_engines
-        return copies * self.arena_bytes + self.num_engines * self.reserve.total
+        parked = (self.num_engines - 1) * self.parked_bytes if self.parks_kv else 0
+        return copies * self.arena_bytes + self.num_engines * self.reserve.total + parked
+
+    @property
+    def num_pools(self) -> int:
+        """The KV caches of one rank that are there at the same time, of all engines on this device."""
+        return 1 if self.parks_kv else self.num_engines
+
+    @property
+    def parked_bytes(self) -> int:
+        """The bytes of KV cache that one rank of an engine has at most which stands by, if it parks them."""
+        return round_up(self.page_bytes, PARKED_GRANULARITY) + PARKED_GRANULARITY
 
     def without_graphs(self) -> Demand:
         """Return the same demand without the reserve for CUDA graphs."""
@@ -79,11 +93,12 @@ def formula_pages(demand: Demand) -> int:
     """Return the number of pages that fit, without the scratch page. It may be negative.
 
     If ranks or engines share one memory, the weights and reserves of all are subtracted, and the rest is
-    split evenly. Weights that engines share are subtracted once.
+    split evenly. Weights that engines share are subtracted once, and engines that park their KV cache share
+    the rest: only the one that serves has a whole one.
     """
     usable = int(demand.memory_ratio * demand.free_before)
     rest = usable - demand.local_ranks * demand.fixed_bytes
-    return rest // (demand.local_ranks * demand.num_engines * demand.page_bytes) - 1
+    return rest // (demand.local_ranks * demand.num_pools * demand.page_bytes) - 1
 
 
 def plan_pages(demand: Demand, num_kv_tokens: int | None = None) -> Budget:
@@ -173,16 +188,21 @@ def _explicit_bytes(demand: Demand, num_pages: int) -> int:
 
 
 def check_standby(demand: Demand, free: int, kv_bytes: int) -> None:
-    """Check that an engine can have the KV cache of the engines beside it; `free` is measured after the load.
+    """Check that an engine can have what the engines beside it have; `free` is measured after the load.
+
+    An engine that parks its KV cache of `kv_bytes` needs little of it: when it wakes, the one before it has
+    ended, whose memory it then has.
 
     Raises:
         OutOfMemoryError: the device has too little memory.
     """
     reserve = demand.reserve.total - demand.reserve.derived  # which was made with the weights
-    needed = demand.local_ranks * (reserve + kv_bytes)
+    kv = min(kv_bytes, demand.parked_bytes) if demand.parks_kv else kv_bytes
+    needed = demand.local_ranks * (reserve + kv)
     if needed > free:
+        what = "its part of the KV cache while it stands by" if demand.parks_kv else "KV"
         raise OutOfMemoryError(
-            f"an engine of this cohort needs {gib(needed)} for KV, activations and buffers, like the engines "
+            f"an engine of this cohort needs {gib(needed)} for {what}, activations and buffers, like those "
             f"beside it, but only {gib(free)} is free: {gib(needed - free)} are missing. End other processes "
             "on the device; or end all engines of the cohort, and start them with the right --num-shadows, a "
             "lower --memory-ratio or a lower --num-kv-tokens",

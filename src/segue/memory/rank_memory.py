@@ -140,6 +140,7 @@ class RankMemory(Protocol):
     held_kv: HeldKV | None  # the KV cache's memory, if it is kept for the next engine; known from the wake on
     kv_journal: memoryview | None  # that is kept with it
     generations: Generations | None  # None: the weights are this process's own, and updates write to them
+    parks_kv: bool  # an engine that stands by has the scratch page of its KV cache alone
 
     def pinned_kv(self) -> KVGeometry | None:
         """Return the sizes that the engines of this cohort have; None: this engine is the first, or alone.
@@ -165,16 +166,18 @@ class RankMemory(Protocol):
         ...
 
     def take_kv(self, num_bytes: int, scratch_bytes: int = 0) -> Tensor:
-        """Return zeroed bytes for the KV cache.
+        """Return bytes for the KV cache: zeros, or what an engine before this one has left there.
 
         Until `wake` only the last `scratch_bytes` are accessed: the scratch page.
         """
         ...
 
-    def wake(self, epoch: int = 0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
         """Take what an engine that stands by does not have: called once, before the engine serves.
 
-        `epoch` is the engine's among those that serve in each other's place; 0: it is in no cohort.
+        All ranks call it together. `epoch` is the engine's among those that serve in each other's place; 0:
+        it is in no cohort. `timeout_s` are the seconds in which the engine must serve, so that it may wait
+        for memory that an engine before it still has; 0: there is nothing to wait for.
         """
         ...
 
@@ -209,6 +212,7 @@ class PrivateMemory:
     held_kv: HeldKV | None = None
     kv_journal: memoryview | None = None
     generations: Generations | None = None
+    parks_kv = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -232,7 +236,7 @@ class PrivateMemory:
         """See `RankMemory.take_kv`; all of it is taken now."""
         return backing.zeros(num_bytes, self.device)
 
-    def wake(self, epoch: int = 0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
         """See `RankMemory.wake`: an engine with memory of its own has all of it from the start."""
 
     def watch_owner(self, on_change: Callable[[bool], None]) -> None:

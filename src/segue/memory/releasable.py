@@ -6,13 +6,14 @@ may access it then.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from segue.errors import OutOfMemoryError
+from segue.errors import OutOfMemoryError, SlabMemoryError
 from segue.host import free_cpu_memory
 from segue.memory.arena import SLAB_BYTES, Arena, Layout
 from segue.memory.binding import tensor_at
@@ -25,6 +26,9 @@ from segue.memory.window import MemoryWindow
 from segue.messages.memory import MemoryTag
 from segue.sizes import round_up
 
+WAKE_SHARE = 0.8  # of the time of a wake, that may be spent on waiting for memory
+RETRY_MEMORY_S = 0.05  # the memory of a process that was killed is free within 0.1 s
+
 
 class ReleasableMemory(PrivateMemory):
     """Memory of this process alone, whose weights and KV cache can be released."""
@@ -32,7 +36,7 @@ class ReleasableMemory(PrivateMemory):
     def __init__(self, device: torch.device, *, parks_kv: bool = False) -> None:
         """Serve a device; with `parks_kv` the KV cache has only its scratch page until `wake`."""
         super().__init__(device)
-        self._parks_kv = parks_kv
+        self.parks_kv = self._is_parked = parks_kv
         self._vmm: VMM = MemfdVMM() if device.type == "cpu" else CudaVMM(device.index, self._synchronise)
         self._ranges: dict[MemoryTag, _Range] = {}
 
@@ -56,22 +60,31 @@ class ReleasableMemory(PrivateMemory):
         """
         held = self._reserve("kv_cache", [num_bytes])
         (kv,) = held.tensors
-        first = num_bytes - scratch_bytes if self._parks_kv else 0
+        first = num_bytes - scratch_bytes if self._is_parked else 0
         self._map(held, first // self._vmm.granularity * self._vmm.granularity)
         if self.device.type == "cuda":
             kv[first:].zero_()
         return kv
 
-    def wake(self, epoch: int = 0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
         """See `RankMemory.wake`: the KV cache gets the rest of its memory.
 
         Raises:
             SlabMemoryError: the device has too little memory; the scratch page is away too then.
         """
-        if self._parks_kv:
-            self._parks_kv = False
-            self._ranges["kv_cache"].window.clear()
-            self.map(["kv_cache"])
+        if not self._is_parked:
+            return
+        self._is_parked = False
+        window, deadline = self._ranges["kv_cache"].window, time.monotonic() + WAKE_SHARE * timeout_s
+        window.clear()
+        while True:
+            try:
+                self.map(["kv_cache"])
+                return
+            except SlabMemoryError as error:  # that of an engine that has ended comes back a moment later
+                if time.monotonic() >= deadline:
+                    raise self._too_little(window.size) from error
+            time.sleep(RETRY_MEMORY_S)
 
     def unmap(self, tag: MemoryTag, *, backup: bool = False) -> int:
         """Give memory back, and return its bytes; 0 if it is away already.
@@ -148,6 +161,17 @@ class ReleasableMemory(PrivateMemory):
                 held.window.map(start, slab, writable=True)
             finally:
                 self._vmm.close(slab)  # the mapping keeps the memory
+
+    def _too_little(self, needed: int) -> SlabMemoryError:
+        """Return the error of an engine that cannot have its KV cache."""
+        on_cpu = self.device.type == "cpu"
+        free = free_cpu_memory() if on_cpu else torch.cuda.mem_get_info(self.device)[0]
+        return SlabMemoryError(
+            f"the KV cache of an engine that wakes needs {gib(needed)}, but only {gib(free)} is free on "
+            f"{self.device}: {gib(max(0, needed - free))} are missing. End the processes that have it, such "
+            "as the engine before; or end all engines of the cohort, and start them with a lower "
+            "--memory-ratio or --num-kv-tokens"
+        )
 
     def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors to the host's memory."""

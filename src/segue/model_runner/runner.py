@@ -95,7 +95,7 @@ class ModelRunner:
         """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
-    def wake(self, epoch: int = 0) -> HeldKV | None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> HeldKV | None:
         """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
 
         Returns the memory of the KV cache, if it is kept for the next engine.
@@ -103,7 +103,7 @@ class ModelRunner:
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
         """
-        self.on_stream(partial(self._startup.memory.wake, epoch))
+        self.on_stream(partial(self._startup.memory.wake, epoch, timeout_s))
         return self.memory.held_kv
 
     def served_weights(self) -> ServedWeights:

@@ -19,7 +19,7 @@ from msgspec import structs
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.manifest import WeightsManifest
-from segue.gms.messages import EpochChanged, GenerationChanged, Notice, WeightsGranted
+from segue.gms.messages import EpochChanged, GenerationChanged, Notice, SessionOpened, WeightsGranted
 from segue.gms.reconnecting import KeptWeights
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
@@ -68,6 +68,7 @@ class ServedGeneration:
         self._descriptors = descriptors
         self._changing = threading.Lock()  # of what `kept` returns
         self._has_claimed = False  # an epoch of its own
+        self._claimed_in: SessionOpened | None = None  # the session in which it has claimed one
         self.epoch = client.opened.epoch  # an engine that is in no cohort has that of its start
 
     @property
@@ -163,11 +164,17 @@ class ServedGeneration:
 
     def claim(self, epoch: int) -> None:
         """See `Generations.claim`."""
+        session = self.client.opened
         self.epoch = self.client.claim(seen=epoch - 1)
-        self._has_claimed = True
+        self._has_claimed, self._claimed_in = True, session
         fenced = self.client.fence(self.epoch, kills=True)
         if fenced.alive:
             logger.info("processes of engines that served before are killed: %s", fenced.alive)
+
+    @property
+    def has_claimed(self) -> bool:
+        """Whether the service that is there now has given an epoch to this engine."""
+        return self._claimed_in is self.client.opened
 
     def watch(self, on_changed: Callable[[int, str, str | None], None]) -> None:
         """See `Generations.watch`."""

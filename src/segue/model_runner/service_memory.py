@@ -1,7 +1,7 @@
 """Weights that the memory service keeps: one engine of a cohort loads them, and all read the same bytes.
 
-The KV cache and staged weights belong to this process alone. The weights are mapped for reading, so nothing
-may write to them: a write would end the process.
+The weights are mapped for reading, so nothing may write to them: a write would end the process. The KV cache
+is another object's, which may get it from the service too (`service_kv.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
 
@@ -37,7 +37,7 @@ from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
-from segue.memory.releasable import ReleasableMemory
+from segue.memory.releasable import WAKE_SHARE, ReleasableMemory
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
 from segue.messages.requests import FIRST_WEIGHT_VERSION
@@ -48,17 +48,20 @@ from segue.model_runner.service_generations import (
     damaged,
     starts_of,
 )
+from segue.model_runner.service_kv import ServiceKVMemory
 from segue.version import __version__
 
 WAIT_S = 7200.0  # how long the load of another engine is waited for
 BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
 _WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
+AWAY_S = 3.0  # how long an engine that wakes waits for a service that is away, for the sake of its KV memory
+RETRY_S = 0.05  # between two tries
 KV_NOTE = "kv_geometry"  # the note of the cohort with the sizes that all its engines have
 _REASON = "memory service"  # the key under which rank 0 leaves the text of its error
 
 
 class ServiceMemory(PrivateMemory):
-    """Memory of this process alone, except that the weights are slabs of the memory service."""
+    """Memory of this process alone, except that the weights, and perhaps the KV cache, are the service's."""
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class ServiceMemory(PrivateMemory):
         identify: Callable[[Layout], WeightsIdentity],
         *,
         kv: RankMemory | None = None,
+        fence_timeout_s: float = 5.0,
     ) -> None:
         """Serve a rank.
 
@@ -79,9 +83,13 @@ class ServiceMemory(PrivateMemory):
             groups: the ranks of the engine.
             identify: says what the weights are, once their layout is known.
             kv: has the KV cache; by default, memory of this process.
+            fence_timeout_s: how long the end of the process is waited for that wrote to the KV cache before.
         """
         super().__init__(device)
         self._kv = kv or PrivateMemory(device)
+        self._leasable = self._kv if isinstance(self._kv, ServiceKVMemory) else None
+        self.parks_kv = self._kv.parks_kv
+        self._fence_timeout_s = fence_timeout_s
         self._target = target
         self._mode = mode
         self._groups = groups
@@ -92,6 +100,7 @@ class ServiceMemory(PrivateMemory):
         self._on_owner: Callable[[bool], None] = lambda lost: None
         self._epoch = 0  # under which the engine serves
         self._owes_claim = False  # the service was away when the engine began to serve
+        self._claiming = threading.Lock()
         self._geometry: KVGeometry | None = None
         self._window: MemoryWindow | None = None
         self._served: ServedGeneration | None = None
@@ -132,23 +141,64 @@ class ServiceMemory(PrivateMemory):
         logger.info("weights %s the memory service: generation %d", what, grant.generation)
         return arena
 
-    def wake(self, epoch: int = 0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
         """See `RankMemory.wake`: rank 0 ends what the engine before may still change, and KV is taken.
 
-        A service that is away changes nothing either; without it the engine serves what it has mapped.
+        A service that is away changes nothing either; without it the engine serves what it has mapped. If its
+        KV cache is to be the service's, it waits a while, and takes memory of this process then.
+
+        Raises:
+            MemoryServiceError: the service refuses the epoch, or the KV memory.
+            SharedMemoryError: there is too little memory for the KV cache, or it cannot be mapped.
         """
+        began, leases = time.monotonic(), self._leasable is not None and epoch > 0
         self._epoch = epoch
         if self._served is not None:
             self._served.epoch = max(self._served.epoch, epoch)
-        if epoch and self._groups.tp.is_first and self.generations is not None:
+        away_until = began + AWAY_S if leases else began
+        claimed = self._claim(away_until) if epoch and self._groups.tp.is_first else 0
+        if leases:
+            claimed = self._groups.all_gather([claimed])[0][0]
+            if claimed:
+                self._lease_kv(
+                    claimed, away_until, began + min(self._fence_timeout_s, WAKE_SHARE * timeout_s)
+                )
+        self._kv.wake(epoch, max(0.0, began + timeout_s - time.monotonic()))
+
+    def _claim(self, away_until: float) -> int:
+        """Claim an epoch in the service, as rank 0; returns it, 0: the service is away."""
+        served = self._served
+        if served is None:
+            return 0
+        while True:
             try:
-                self.generations.claim(epoch)
+                with self._claiming:
+                    if not served.has_claimed:
+                        served.claim(max(served.epoch, self._epoch))
+                    return served.epoch
             except MemoryServiceError as error:
                 if error.code != "lost":
                     raise
-                self._owes_claim = True
-                logger.warning("serves without the memory service: %s", error.message)
-        self._kv.wake(epoch)
+                if time.monotonic() >= away_until:
+                    self._owes_claim = True
+                    logger.warning("serves without the memory service: %s", error.message)
+                    return 0
+            time.sleep(RETRY_S)
+
+    def _lease_kv(self, epoch: int, away_until: float, until: float) -> None:
+        """Get the KV memory of this rank from the service, unless that is away."""
+        assert self._leasable is not None
+        while True:
+            try:
+                self._leasable.lease(self._session(), epoch, max(0.0, until - time.monotonic()))
+                return
+            except MemoryServiceError as error:
+                if error.code != "lost":
+                    raise
+                if time.monotonic() >= away_until:
+                    logger.warning("the KV cache is memory of this process: %s", error.message)
+                    return
+            time.sleep(RETRY_S)
 
     def watch_owner(self, on_change: Callable[[bool], None]) -> None:
         """See `RankMemory.watch_owner`."""
@@ -183,9 +233,11 @@ class ServiceMemory(PrivateMemory):
             client.put_note(KV_NOTE, msgspec.json.encode(self._geometry), keeps=True)
         if served is None or not self._epoch or not self._groups.tp.is_first:
             return
-        if client.opened.epoch <= served.epoch and (self._owes_claim or client.opened.epoch < served.epoch):
-            served.claim(max(served.epoch, self._epoch))
-            self._owes_claim = False
+        with self._claiming:
+            is_behind = client.opened.epoch < served.epoch and not served.has_claimed
+            if client.opened.epoch <= served.epoch and (self._owes_claim or is_behind):
+                served.claim(max(served.epoch, self._epoch))
+                self._owes_claim = False
 
     def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
         """Return on every rank what rank 0 has."""
@@ -201,6 +253,10 @@ class ServiceMemory(PrivateMemory):
 
     def close(self) -> None:
         """See `RankMemory.close`."""
+        self._kv.close()
+        if self._leasable is not None and self._leasable.is_leased:
+            with suppress(MemoryServiceError):  # else the service sees that this process ends
+                self._session().release_kv()
         if self._keeper is not None:
             self._keeper.close()
         elif self._client is not None:
@@ -210,7 +266,6 @@ class ServiceMemory(PrivateMemory):
         if self._window is not None:
             self._window.close()
             self._window = None
-        self._kv.close()
 
     def _ask(self, client: GmsClient, wanted: WeightsManifest) -> WeightsGranted:
         """Return what this rank is granted: rank 0 asks, and the others join its lease."""
@@ -324,21 +379,23 @@ def make_service_memory(
         config.gms_mode,
         groups,
         lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
-        kv=_kv_memory(config, device),
+        kv=kv_memory(config, device),
+        fence_timeout_s=config.fence_timeout_s,
     )
 
 
-def _kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
+def kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
     """Return what has the KV cache of a rank: its role may change, or it stands by, which needs no cache yet.
 
     On a CPU, memory that nobody has written to is not there anyway.
     """
     if config.role != "both":
         return SharedKVMemory(device)
-    # Steps that are timed at the start write to other pages than the scratch page.
-    if device.type == "cuda" and config.shadow_mode and not config.enable_laps_scheduler:
-        return ReleasableMemory(device, parks_kv=True)
-    return PrivateMemory(device)
+    if not config.parks_kv or (device.type == "cpu" and config.kv_owner != "gms"):
+        return PrivateMemory(device)
+    return (
+        ReleasableMemory(device, parks_kv=True) if config.kv_owner == "private" else ServiceKVMemory(device)
+    )
 
 
 def identity_of(

@@ -133,9 +133,8 @@ class Startup:
         config, resolved = self.config, self.resolved
         if config.shares_weights:
             return make_service_memory(config, self.source, resolved.device, resolved.dtype, self._groups)
-        if config.enable_memory_saver:  # steps that are timed at the start write to other pages
-            parks_kv = config.shadow_mode and not config.enable_laps_scheduler
-            return ReleasableMemory(resolved.device, parks_kv=parks_kv)
+        if config.enable_memory_saver:
+            return ReleasableMemory(resolved.device, parks_kv=config.parks_kv)
         # Its role may change: any engine that hands KV over may once take it over.
         kind = SharedKVMemory if config.role != "both" else PrivateMemory
         return kind(resolved.device)
@@ -383,6 +382,7 @@ class Startup:
             local_ranks=self.tp.size if self._on_cpu else 1,
             num_engines=1 + config.num_shadows,
             is_arena_shared=config.shares_weights,
+            parks_kv=self.memory.parks_kv,
             pool_limit=CPU_POOL_LIMIT if self._on_cpu else None,
         )
 

@@ -39,7 +39,7 @@ class RankLife:
         """Wake the runner; returns the answer."""
         rank = self._runner.tp.rank
         try:
-            held = self._runner.wake(message.epoch)
+            held = self._runner.wake(message.epoch, message.timeout_s)
         except Exception as error:
             logger.exception("rank %d cannot wake", rank)
             return RankAnswer(message.call, rank, error=f"{type(error).__name__}: {error}")

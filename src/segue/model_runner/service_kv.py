@@ -1,0 +1,64 @@
+"""The KV cache of a rank in memory of the memory service, which hands it on to the next engine."""
+
+from __future__ import annotations
+
+import torch
+
+from segue.gms.client import GmsClient
+from segue.gms.transport import close
+from segue.logs import logger
+from segue.memory.arena import SLAB_BYTES
+from segue.memory.budget import gib
+from segue.memory.releasable import ReleasableMemory
+
+
+class ServiceKVMemory(ReleasableMemory):
+    """The KV cache of an engine that stands by: its scratch page, and the whole of it once the engine wakes.
+
+    The whole comes from the service (:meth:`lease`). If it does not, `wake` takes memory of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, parks_kv=True)
+        self.is_leased = False
+
+    def lease(self, client: GmsClient, epoch: int, wait_s: float) -> None:
+        """Map what the service grants to this rank, in place of the scratch page.
+
+        Fresh memory is zeroed, because that of a device may have bytes of any process. What an engine of the
+        cohort has left stays: attention reads no KV slot that its own engine has not written, as it is in a
+        pool that has served for hours.
+
+        Args:
+            client: a session with the service.
+            epoch: that the engine has claimed in the service.
+            wait_s: how long the end of the process that wrote before, and memory, are waited for.
+
+        Raises:
+            MemoryServiceError: the service refuses, or the connection has ended (code "lost").
+            SharedMemoryError: the memory cannot be mapped; the scratch page is away too then.
+        """
+        held = self._ranges["kv_cache"]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the service cannot take what torch keeps for later
+        grant = client.ask_kv(epoch, held.window.size, slab_bytes=SLAB_BYTES, wait_s=wait_s)
+        held.window.clear()
+        try:
+            start = 0
+            for size, descriptor in zip(grant.sizes, grant.descriptors, strict=True):
+                slab = self._vmm.adopt(descriptor, size)
+                try:
+                    held.window.map(start, slab, writable=True)
+                finally:
+                    self._vmm.close(slab)  # the mapping keeps the memory
+                start += size
+        except BaseException:
+            held.window.clear()
+            raise
+        finally:
+            close(grant.descriptors)
+        if grant.is_fresh and self.device.type == "cuda":
+            held.tensors[0].zero_()
+        self.is_leased, self._is_parked = True, False
+        what = "fresh" if grant.is_fresh else "of the engine before"
+        logger.info("KV cache: %s of the memory service, %s", gib(held.window.size), what)
