@@ -10,6 +10,7 @@ import pytest
 
 from segue.kvcache import journal as module
 from segue.kvcache.journal import (
+    NAME_BYTES,
     ROOT,
     ForgottenCache,
     ForgottenPages,
@@ -17,7 +18,7 @@ from segue.kvcache.journal import (
     PageRecord,
     journal_bytes,
     name_of,
-    take_name,
+    renew_name,
 )
 from tests.kvcache.torn_journal import TornJournal, write_all
 
@@ -153,13 +154,21 @@ def test_a_journal_says_what_it_is_for() -> None:
     assert make(memory=memory).mismatch(FACTS, MEMORY) == "journal"
 
 
-def test_memory_has_one_name_from_the_first_engine_on() -> None:
+def test_memory_has_another_name_under_each_engine() -> None:
     memory = memoryview(bytearray(journal_bytes(NUM_PAGES, PAGE_SIZE)))
-    name, is_new = take_name(memory)
-    assert is_new and any(name) and len(name) == len(FACTS)
+    before, now = renew_name(memory)
+    assert (before, len(now)) == (bytes(NAME_BYTES), NAME_BYTES)
     PageJournal(memory, num_pages=NUM_PAGES, page_size=PAGE_SIZE).begin(FACTS, MEMORY)
-    assert take_name(memory) == (name, False)
-    assert take_name(memoryview(bytearray(16)))[0] != name
+    again, other = renew_name(memory)
+    assert again == now and other != now
+
+
+def test_a_journal_goes_on_with_its_records_for_memory_of_another_name() -> None:
+    journal = begun()
+    write_all(journal, FIRST, SECOND)
+    journal.go_on(FACTS, name_of("x"))
+    assert journal.mismatch(FACTS, MEMORY) == "memory" and journal.mismatch(FACTS, name_of("x")) is None
+    assert journal.read(WEIGHTS, VOCAB).records == [FIRST, SECOND]
 
 
 def test_memory_that_is_too_small_is_refused() -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from random import Random
 from typing import Any, Literal
 
-from segue.kvcache.journal import journal_bytes, name_of
+from segue.kvcache.journal import NAME_BYTES, journal_bytes, name_of, renew_name
 from segue.kvcache.prefix_cache import Node
 from segue.messages.control import Flushed, SchedulerMessage, SchedulerOutput
 from segue.messages.life import ColdReason, HeldKV, RankAnswer
@@ -24,6 +24,7 @@ from tests.scheduler.pausing import PausingSimulation
 from tests.scheduler.simulation import VOCAB, FakeDevice
 
 FACTS = name_of("facts")
+Memory = Literal["kept", "new", "private", "used"]
 Entry = tuple[int, int]  # (page, offset)
 Value = tuple[int, str]  # (prefix, version), as in `FakeDevice.kv`
 
@@ -60,10 +61,10 @@ class SharedMemory:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.kv = KVMemory()
         self.journal = bytearray(journal_bytes(num_pages, page_size))
-        self.sets = ["0", "0"]  # the name of each rank's memory
+        self.names = [memoryview(bytearray(NAME_BYTES)) for _ in range(2)]  # each rank's journal, or its head
         self.is_fresh = [True, True]
+        self.is_private = [False, False]  # whether a rank of the next engine gets memory of its own
         self.generation = 0  # that the service has; an engine may serve the one before for a moment
-        self.num_sets = 1
 
 
 class WarmingSimulation(PausingSimulation):
@@ -79,16 +80,27 @@ class WarmingSimulation(PausingSimulation):
         sizes = {"num_pages": self.limits.num_pages, "page_size": self.limits.page_size}
         self.torn = TornJournal(memoryview(shared.journal), **sizes)
         self.is_launching = False  # whether the last writes of the journal belong to a step that runs since
-        self.warm = WarmKV(self.scheduler, FACTS, lambda: str(self.served), lambda: self.torn, num_ranks=2)
+        has_journal = not shared.is_private[0]
+        self.warm = WarmKV(
+            self.scheduler,
+            FACTS,
+            lambda: str(self.served),
+            lambda: self.torn if has_journal else None,
+            num_ranks=2,
+        )
         self.wake()
 
     def wake(self) -> None:
         """Adopt what the engine before has left, and check that it is what it is said to be."""
+        shared = self.shared
         self.warm.await_ranks(7)
-        held = zip(self.shared.sets, self.shared.is_fresh, strict=True)
-        for rank, (name, is_fresh) in enumerate(held):
-            self.warm.on_answer(RankAnswer(call=7, rank=rank, kv=HeldKV(name, is_fresh)))
-        self.shared.is_fresh = [False, False]
+        for rank in range(2):
+            held = None
+            if not shared.is_private[rank]:
+                before, now = renew_name(shared.names[rank])
+                held = HeldKV(before.hex(), now.hex(), shared.is_fresh[rank])
+                shared.is_fresh[rank] = False
+            self.warm.on_answer(RankAnswer(call=7, rank=rank, kv=held))
         self.adopted = self.shared_pages()
         assert self.scheduler.totals.warm_pages == len(self.adopted)
         for page, tokens in self.adopted.items():
@@ -98,7 +110,8 @@ class WarmingSimulation(PausingSimulation):
                 found = self.shared.kv.get((page, offset))
                 assert found == expected, f"page {page} was adopted, and has other KV"
         assert find_problems(self.scheduler) == []
-        self.check_journal()
+        if self.refused != "private":
+            self.check_journal()
 
     @property
     def refused(self) -> ColdReason | None:
@@ -134,7 +147,7 @@ class WarmingSimulation(PausingSimulation):
 
     def _take(self, message: SchedulerMessage) -> None:
         super()._take(message)
-        if isinstance(message, Flushed) and message.success:
+        if isinstance(message, Flushed) and message.success and self.refused != "private":
             self.write()
             assert self.torn.read(self.torn.weights, VOCAB).records == [], "a flush is answered too early"
 
@@ -152,7 +165,7 @@ class WarmingSimulation(PausingSimulation):
 
     def check(self) -> None:
         super().check()
-        if self.settled:
+        if self.settled and self.refused != "private":
             self.check_journal()
 
     def check_journal(self) -> None:
@@ -170,7 +183,7 @@ class WarmingSimulation(PausingSimulation):
         random: Random,
         *,
         torn: float,
-        memory: Literal["kept", "new", "one new", "mixed"] = "kept",
+        memory: Memory = "kept",
         **changes: Any,
     ) -> WarmingSimulation:
         """Kill the engine; returns its successor.
@@ -178,23 +191,25 @@ class WarmingSimulation(PausingSimulation):
         Args:
             random: decides what is left of what was under way.
             torn: the share of the last batch of the journal's writes that was not made.
-            memory: "new": the successor gets other memory, or so does one rank; "mixed": what a rank gets was
-                another engine's.
+            memory: what the successor gets. "new": other memory, or a rank does; "private": a rank has memory
+                of its own; "used": an engine between them had the memory of a rank, and could not wake.
             changes: options of the successor that differ.
         """
         num_bytes = int(torn * self.torn.num_bytes)
         self.torn.tear(num_bytes, random)
         most = len(self.results) - (self.is_launching and num_bytes > 0)
         self.shared.kv.undo(random.randint(0, most), random)
-        shared = self.shared
-        if memory != "kept":
-            shared.num_sets += 1
-            shared.sets[1] = str(shared.num_sets)
-            shared.is_fresh = [memory == "new", memory in ("new", "one new")]
-        if memory == "new":
-            shared.sets[0] = str(shared.num_sets)
-            shared.kv.clear()
-            shared.journal[:] = bytes(len(shared.journal))
+        shared, first = self.shared, random.random() < 0.5
+        shared.is_private = [memory == "private" and first, memory == "private" and not first]
+        if memory == "used":
+            renew_name(shared.names[first])
+        elif memory == "new":
+            for rank in {1, 0 if first else 1}:  # all ranks get other memory, or the second one alone
+                shared.is_fresh[rank] = True
+                shared.names[rank][:] = bytes(NAME_BYTES)
+                if rank == 0:
+                    shared.kv.clear()
+                    shared.journal[:] = bytes(len(shared.journal))
         return WarmingSimulation(shared, **(self.arguments | changes))
 
 

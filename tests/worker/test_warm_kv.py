@@ -31,7 +31,7 @@ class Kept:
     def __init__(self) -> None:
         self.journal = bytearray(journal_bytes(NUM_PAGES, PAGE_SIZE))
         self.kv: dict[Any, Any] = {}
-        self.held: list[HeldKV | None] = [HeldKV("a", True), HeldKV("b", True)]
+        self.held: list[HeldKV | None] = [HeldKV("", "a1", True), HeldKV("", "b1", True)]
 
     def published(self) -> set[int]:
         return {record.page for record in self.open().read(WEIGHTS, VOCAB).records}
@@ -100,7 +100,7 @@ class WarmClient(Client):
         self.close()
         self.close_sockets()
         assert find_problems(self.loop.scheduler) == []
-        self.kept.held = [HeldKV(each.name, False) if each else None for each in self.kept.held]
+        self.kept.held = [each and HeldKV(each.now, f"{each.now}+", False) for each in self.kept.held]
 
 
 Start = Callable[[], WarmClient]
@@ -174,7 +174,7 @@ def test_the_test_request_neither_uses_nor_changes_the_cache(kept: Kept, start: 
 def test_without_memory_of_the_service_the_cache_begins_empty(
     kept: Kept, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept.held = [HeldKV("a", False), None]
+    kept.held = [HeldKV("a1", "a2", False), None]
     client = start()
     with caplog.at_level("INFO"):
         client.wake()

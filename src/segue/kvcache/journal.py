@@ -76,16 +76,15 @@ def journal_bytes(num_pages: int, page_size: int) -> int:
     return _slots_at(num_pages) + num_pages * _slot_bytes(page_size)
 
 
-def take_name(memory: memoryview) -> tuple[bytes, bool]:
-    """Return the name of the KV memory that a journal belongs to, and whether it has just been drawn.
+def renew_name(memory: memoryview) -> tuple[bytes, bytes]:
+    """Name the KV memory of a rank anew, in its journal; returns its name so far, and the new one.
 
-    Every rank has a journal, be it only for the name: so it shows which memory of other ranks belongs to it.
+    An engine does this before it writes to the KV memory, with every rank's; the ranks but the first have
+    journals for that alone. So a journal names what all ranks had when it was written.
     """
-    name = bytes(memory[:NAME_BYTES])
-    is_new = not any(name)
-    if is_new:
-        memory[:NAME_BYTES] = name = os.urandom(NAME_BYTES)
-    return name, is_new
+    before, now = bytes(memory[:NAME_BYTES]), os.urandom(NAME_BYTES)
+    memory[:NAME_BYTES] = now
+    return before, now
 
 
 def name_of(*facts: object) -> bytes:
@@ -111,10 +110,6 @@ class PageJournal:
         self.epoch = 1  # of the records that are published: grows whenever all of them are forgotten
         self.weights = bytes(NAME_BYTES)  # with which the KV of published pages is computed
 
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._memory.release()
-
     # --- what the memory is for ---
 
     def begin(self, facts: bytes, memory: bytes) -> None:
@@ -126,7 +121,12 @@ class PageJournal:
         """
         self._write(_CHECKSUM_AT, bytes(8))
         self._clear()
+        self.go_on(facts, memory)
+
+    def go_on(self, facts: bytes, memory: bytes) -> None:
+        """Keep the records for memory that has other names now."""
         header = _HEADER.pack(FORMAT, self._num_pages, self._page_size, facts, memory)
+        self._write(_CHECKSUM_AT, bytes(8))
         self._write(_HEADER_AT, header)
         self._write(_CHECKSUM_AT, _WORD.pack(_checksum(header)))
 

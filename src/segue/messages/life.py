@@ -44,7 +44,8 @@ class EndWake(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class HeldKV(msgspec.Struct, frozen=True, array_like=True):
     """The KV memory that a rank has from the memory service."""
 
-    name: str  # of this memory, unlike that of any other
+    before: str  # its name under the engine before, unlike any other
+    now: str  # its name from now on
     is_fresh: bool  # whether no engine has written to it before
 
 

@@ -97,28 +97,23 @@ class WarmKV:
             if isinstance(change, ForgottenCache):
                 journal.weights = name_of(self._name_weights())
 
-    def close(self) -> None:
-        """Let go of the journal's memory."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
     def _adopt(self, journal: PageJournal, held: Sequence[HeldKV]) -> ColdReason | None:
         """Adopt pages, or begin an empty journal; returns why nothing could be adopted, None: it was."""
-        memory = name_of(*(each.name for each in held))
+        before, now = name_of(*(each.before for each in held)), name_of(*(each.now for each in held))
         journal.weights = name_of(self._name_weights())
         reason: ColdReason | None = "fresh"
         if not any(each.is_fresh for each in held):
-            reason = journal.mismatch(self._facts, memory)
+            reason = journal.mismatch(self._facts, before)
         if reason is None:
             found = journal.read(journal.weights, self._scheduler.vocab_size)
             if found.records:
                 journal.retain({record.page for record in found.records})
                 journal.epoch = found.epoch
+                journal.go_on(self._facts, now)
                 self._scheduler.adopt_pages(found)
                 return None
             reason = "empty" if found.next_seq == 1 else "weights"
-        journal.begin(self._facts, memory)
+        journal.begin(self._facts, now)
         return reason
 
 
@@ -145,7 +140,7 @@ _WHY: dict[ColdReason, str] = {
     "fresh": "its memory is new, or that of a rank is",
     "journal": "the engine before has left no journal that is whole",
     "facts": "the engine before had other options, or another version",
-    "memory": "the ranks' memory is not that of one engine",
+    "memory": "the memory of a rank was another engine's, or an engine had it that could not wake",
     "weights": "the engine before has computed it with other weights",
     "empty": "the engine before has left none",
 }
