@@ -15,6 +15,7 @@ import pytest
 from segue.gms.client import GmsClient
 from segue.gms.messages import EpochChanged
 from tests.gms.running import DEADLINE_S, running, target, until
+from tests.gms.serving import serving
 
 ENGINE = """
 import sys, time
@@ -80,6 +81,19 @@ def test_a_process_is_watched_though_it_has_closed_its_connection(
         assert time.monotonic() - began >= 0.2
         os.kill(old.pid, signal.SIGKILL)
         assert new.fence(epoch, wait_s=DEADLINE_S).alive == []
+
+
+def test_processes_of_another_pid_namespace_are_told_apart(
+    tmp_path: Path, start: type[subprocess.Popen[str]]
+) -> None:
+    """All of them have the process id 0 for the service; their pidfds are their own."""
+    with serving(tmp_path / "d", credentials=lambda connection: (0, os.geteuid())) as directory:
+        old = start(directory, "a", "leaves")
+        start(directory, "b", "stands by")
+        with target(directory, engine="c") as new:
+            assert new.fence(new.claim(), wait_s=0.1).alive == [0], "the old one is still there"
+            old.kill()
+            assert new.fence(2, wait_s=DEADLINE_S).alive == []
 
 
 def test_engines_hear_of_a_newer_one(directory: Path) -> None:

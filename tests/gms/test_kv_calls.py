@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +15,18 @@ from segue.cli.gms import status_tables
 from segue.errors import SharedMemoryError, SlabMemoryError
 from segue.gms.client import GmsClient
 from segue.gms.fencing import ProcessFence
-from segue.gms.server import GmsServer
-from segue.gms.service import MemoryService
-from segue.gms.store import SlabStore
 from segue.memory.memfd import MemfdVMM
-from segue.memory.vmm import VMM
 from tests.gms.kv_engine import Mapped, kv_engines
 from tests.gms.running import DEADLINE_S, SLAB, end, refusal, running, start, target, until
+from tests.gms.serving import serving
 
 Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    with running(tmp_path / "d"):
-        yield tmp_path / "d"
-
-
-@contextmanager
-def serving(directory: Path, vmms: Mapping[str, VMM] | None = None) -> Iterator[Path]:
-    """A service in a thread of this process, whose parts a test can exchange."""
-    loop = asyncio.new_event_loop()
-    ready, ended = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        service = MemoryService(SlabStore(vmms or {"cpu": MemfdVMM()}))
-        task = asyncio.create_task(GmsServer(service, str(directory)).run())
-        ready.set()
-        await ended.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        service.store.close()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert ready.wait(DEADLINE_S)
-    try:
-        yield directory
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(DEADLINE_S)
-        loop.close()
+    with serving(tmp_path / "d") as found:
+        yield found
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:

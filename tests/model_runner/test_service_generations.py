@@ -33,7 +33,8 @@ from segue.messages.weight_update import (
     Take,
 )
 from segue.model_runner.service_generations import NextGeneration
-from segue.model_runner.service_memory import ServiceMemory, identity_of
+from segue.model_runner.service_memory import ServiceMemory
+from segue.model_runner.service_start import identity_of
 from tests.gms import running as gms
 from tests.weight_update.test_rank import assert_same, checkpoint
 from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer

@@ -28,9 +28,11 @@ from segue.memory.releasable import ReleasableMemory
 from segue.memory.vmm import Slab
 from segue.model_runner import service_memory
 from segue.model_runner.service_kv import ServiceKVMemory
-from segue.model_runner.service_memory import ServiceMemory, kv_memory, make_service_memory
+from segue.model_runner.service_memory import ServiceMemory
+from segue.model_runner.service_start import kv_memory, make_service_memory
 from tests.gms import running as gms
 from tests.gms.kv_engine import kv_engines
+from tests.gms.serving import serving
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -43,8 +45,8 @@ Make = Callable[..., ServiceMemory]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    with gms.running(tmp_path / "d"):
-        yield tmp_path / "d"
+    with serving(tmp_path / "d") as found:
+        yield found
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from segue.memory.arena import Arena, Layout, TensorSpec
 from segue.memory.geometry import KVGeometry
 from segue.memory.rank_memory import SharedKVMemory
 from segue.memory.releasable import ReleasableMemory
-from segue.model_runner.service_memory import ServiceMemory, identity_of
+from segue.model_runner.service_memory import ServiceMemory
+from segue.model_runner.service_start import identity_of
 from tests.gms import running as gms
 
 CPU = torch.device("cpu")

@@ -6,7 +6,6 @@ is another object's, which may get it from the service too (`service_kv.py`).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -20,25 +19,21 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from segue.checkpoint.source import ModelSource
-from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
-from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, WeightsMismatchError
 from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.lock_state import AskMode
-from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest, difference
+from segue.gms.manifest import WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import WeightsGranted
 from segue.gms.reconnecting import SessionKeeper
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
-from segue.memory.cuda_driver import device_uuids
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
-from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
-from segue.memory.releasable import WAKE_SHARE, ReleasableMemory
+from segue.memory.rank_memory import PrivateMemory, RankMemory
+from segue.memory.releasable import WAKE_SHARE
 from segue.memory.vmm import VMM
 from segue.memory.window import MemoryWindow
 from segue.messages.requests import FIRST_WEIGHT_VERSION
@@ -364,73 +359,6 @@ class ServiceMemory(PrivateMemory):
 
     def _synchronise(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
-
-
-def make_service_memory(
-    config: EngineConfig, source: ModelSource, device: torch.device, dtype: torch.dtype, groups: TPGroups
-) -> ServiceMemory:
-    """Return the memory of a rank of an engine that has `--gms-dir`."""
-    assert config.gms_dir is not None and config.gms_mode != "off"
-    tp = groups.tp
-    target = GmsTarget(
-        directory=config.gms_dir,
-        cohort=config.cohort,
-        engine=config.engine_id or f"{os.uname().nodename}-{os.getppid()}",
-        rank=tp.rank,
-        size=tp.size,
-        device="cpu" if device.type == "cpu" else device_uuids()[device.index],
-        token=config.gms_token,
-    )
-    return ServiceMemory(
-        device,
-        target,
-        config.gms_mode,
-        groups,
-        lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
-        kv=kv_memory(config, device),
-        fence_timeout_s=config.fence_timeout_s,
-        keeps_journal=config.warm_kv,
-    )
-
-
-def kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
-    """Return what has the KV cache of a rank: its role may change, or it stands by, which needs no cache yet.
-
-    On a CPU, memory that nobody has written to is not there anyway.
-    """
-    if config.role != "both":
-        return SharedKVMemory(device)
-    if not config.parks_kv:
-        return PrivateMemory(device)
-    prefers_service = device.type == "cuda" or config.warm_kv
-    if config.kv_owner == "gms" or (config.kv_owner == "auto" and prefers_service):
-        return ServiceKVMemory(device)
-    return PrivateMemory(device) if device.type == "cpu" else ReleasableMemory(device, parks_kv=True)
-
-
-def identity_of(
-    source: ModelSource, layout: Layout, tp: TPInfo, dtype: torch.dtype, *, seed: int = 0
-) -> WeightsIdentity:
-    """Return what decides the bytes of a rank's weights; `seed` is for dummy weights."""
-    if source.format == "dummy":
-        stamps = [SourceFile(name="dummy", size=0, stamp=f"seed {seed}")]
-    else:
-        files = [source.gguf] if source.gguf else sorted(source.directory.glob("*.safetensors"))
-        stats = [(file.name, file.stat()) for file in files]
-        stamps = [SourceFile(name, stat.st_size, f"{stat.st_mtime_ns}:{stat.st_ino}") for name, stat in stats]
-    return WeightsIdentity(
-        model=str(source.gguf or source.directory),
-        config_sha256=hashlib.sha256((source.directory / "config.json").read_bytes()).hexdigest(),
-        dtype=str(dtype).removeprefix("torch."),
-        tp_rank=tp.rank,
-        tp_size=tp.size,
-        slab_sizes=list(layout.sizes),
-        tensors=[
-            TensorPlace(each.name, each.slab, each.offset, each.shape, str(each.dtype).removeprefix("torch."))
-            for each in layout.table.values()
-        ],
-        source=stamps,
-    )
 
 
 def _end_stale(error: MemoryServiceError) -> None:

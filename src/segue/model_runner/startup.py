@@ -46,7 +46,7 @@ from segue.model_runner.graphs import describe_costs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
-from segue.model_runner.service_memory import make_service_memory
+from segue.model_runner.service_start import make_service_memory
 from segue.model_runner.step_times import describe_times, time_steps
 from segue.models.decoder import build_model
 from segue.models.sharding import shard
