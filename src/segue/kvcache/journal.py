@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from segue.sizes import round_up
 
@@ -34,10 +36,14 @@ _CHECKSUM_AT = _HEADER_AT + _HEADER.size
 _WORDS_AT = 128
 _FIELDS = struct.Struct(f"<QQiI{NAME_BYTES}s")  # seq, the parent's seq, the parent's page, epoch, weights
 _WORD = struct.Struct("<Q")
+_FIELD_TYPES = np.dtype(
+    [("seq", "<u8"), ("parent_seq", "<u8"), ("parent_page", "<i4"), ("epoch", "<u4"), ("weights", "V16")]
+)
+_MASK = (1 << 64) - 1
+_LAST_FACTOR = 0x9E3779B97F4A7C15  # an odd one
 
 
-@dataclass(frozen=True, slots=True)
-class PageRecord:
+class PageRecord(msgspec.Struct, frozen=True, gc=False):
     """One page of the prefix cache: its tokens, and the page that has the tokens before them."""
 
     page: int
@@ -107,6 +113,7 @@ class PageJournal:
         self._slot_bytes = _slot_bytes(page_size)
         self._tokens = struct.Struct(f"<{page_size}i")
         self._content_bytes = _FIELDS.size + self._tokens.size
+        self._factors = _odd_numbers(1 + self._content_bytes // 4)  # of the page, and of each number
         self.epoch = 1  # of the records that are published: grows whenever all of them are forgotten
         self.weights = bytes(NAME_BYTES)  # with which the KV of published pages is computed
 
@@ -150,21 +157,25 @@ class PageJournal:
 
         What was not written whole, or is of another time, is left out, and so is all that comes behind it.
         """
+        # All slots at once, because an engine that wakes is waited for.
         words = np.frombuffer(self._memory, "<u8", self._num_pages, _WORDS_AT)
-        found: list[tuple[int, PageRecord]] = []
-        last_seq = 0
-        for page in np.flatnonzero(words).tolist():
-            content = self._content(page)
-            if _WORD.unpack_from(self._memory, self._word_at(page))[0] != _slot_word(page, content):
-                continue
-            seq, parent_seq, parent_page, epoch, its_weights = _FIELDS.unpack_from(content)
-            last_seq = max(last_seq, seq)
-            if its_weights == weights:
-                tokens = self._tokens.unpack_from(content, _FIELDS.size)
-                found.append((epoch, PageRecord(page, seq, parent_page, parent_seq, tokens)))
-        latest = max((epoch for epoch, _ in found), default=0)
-        records = sorted((record for epoch, record in found if epoch == latest), key=lambda each: each.seq)
-        return FoundPages(_whole_chains(records, vocab_size), latest, last_seq + 1)
+        pages = np.flatnonzero(words)
+        slots = np.frombuffer(self._memory, np.uint8, self._num_pages * self._slot_bytes, self._slots_at)
+        contents = slots.reshape(self._num_pages, -1)[pages, : self._content_bytes]
+        are_whole = words[pages] == self._words_of(pages, contents.view("<u4"))
+        pages, contents = pages[are_whole], contents[are_whole]
+        fields = contents[:, : _FIELDS.size].copy().view(_FIELD_TYPES)[:, 0]
+        next_seq = int(fields["seq"].max(initial=0)) + 1
+        is_found = fields["weights"] == np.void(weights)
+        epoch = int(fields["epoch"].max(initial=0, where=is_found))
+        tokens = contents[:, _FIELDS.size :].view("<i4")
+        is_found &= (fields["epoch"] == epoch) & (tokens.min(1) >= 0) & (tokens.max(1) < vocab_size)
+        order = np.flatnonzero(is_found)[np.argsort(fields["seq"][is_found])]
+        columns = (pages, *(fields[name] for name in ("seq", "parent_page", "parent_seq")))
+        rows = zip(
+            *(each[order].tolist() for each in columns), map(tuple, tokens[order].tolist()), strict=True
+        )
+        return FoundPages(_whole_chains(PageRecord(*row) for row in rows), epoch, next_seq)
 
     # --- writing ---
 
@@ -195,7 +206,7 @@ class PageJournal:
         fields = _FIELDS.pack(record.seq, record.parent_seq, record.parent_page, self.epoch, self.weights)
         content = fields + self._tokens.pack(*record.tokens)
         self._write(self._slots_at + page * self._slot_bytes, content)
-        self._write(self._word_at(page), _WORD.pack(_slot_word(page, content)))
+        self._write(self._word_at(page), _WORD.pack(self._word_of(page, content)))
 
     def _clear(self) -> None:
         self._write(_WORDS_AT, bytes(8 * self._num_pages))
@@ -207,9 +218,17 @@ class PageJournal:
     def _word_at(self, page: int) -> int:
         return _WORDS_AT + 8 * page
 
-    def _content(self, page: int) -> bytes:
-        start = self._slots_at + page * self._slot_bytes
-        return bytes(self._memory[start : start + self._content_bytes])
+    def _word_of(self, page: int, content: bytes) -> int:
+        """Return the word of a slot with these contents, never 0; those of another page's slot do not fit."""
+        numbers = np.frombuffer(content, "<u4").astype(np.uint64)
+        total = (int(numbers @ self._factors[1:]) + (page + 1) * int(self._factors[0])) & _MASK
+        return (((total ^ total >> 32) * _LAST_FACTOR) & _MASK) | 1
+
+    def _words_of(self, pages: NDArray[np.int64], contents: NDArray[np.uint32]) -> NDArray[np.uint64]:
+        """Return the words of slots: the same function, for contents `[slots, numbers]`."""
+        totals = contents.astype(np.uint64) @ self._factors[1:]
+        totals += (pages.astype(np.uint64) + np.uint64(1)) * self._factors[0]
+        return (totals ^ totals >> np.uint64(32)) * np.uint64(_LAST_FACTOR) | np.uint64(1)
 
 
 def _slots_at(num_pages: int) -> int:
@@ -224,12 +243,13 @@ def _checksum(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def _slot_word(page: int, content: bytes) -> int:
-    """Return the word of a slot with these contents, never 0. Contents in another page's slot do not fit."""
-    return _checksum(_WORD.pack(page) + content) | 1
+def _odd_numbers(count: int) -> NDArray[np.uint64]:
+    """Return different factors, each of which changes a checksum with any change of its number."""
+    numbers = [int.from_bytes(blake2b(_WORD.pack(n), digest_size=8).digest(), "little") for n in range(count)]
+    return np.array(numbers, np.uint64) | np.uint64(1)
 
 
-def _whole_chains(records: Iterable[PageRecord], vocab_size: int) -> list[PageRecord]:
+def _whole_chains(records: Iterable[PageRecord]) -> list[PageRecord]:
     """Return the records, in the order of ``seq``, whose parents are there too, up to the root.
 
     A parent was published before its children. Of two pages that stand for the same tokens, the first counts.
@@ -239,8 +259,7 @@ def _whole_chains(records: Iterable[PageRecord], vocab_size: int) -> list[PageRe
     whole: list[PageRecord] = []
     for record in records:
         key = (record.parent_page, record.tokens)
-        is_known = min(record.tokens) >= 0 and max(record.tokens) < vocab_size
-        if seqs.get(record.parent_page) == record.parent_seq and is_known and key not in keys:
+        if seqs.get(record.parent_page) == record.parent_seq and key not in keys:
             seqs[record.page] = record.seq
             keys.add(key)
             whole.append(record)

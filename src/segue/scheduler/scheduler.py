@@ -436,9 +436,9 @@ class Scheduler:
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
         count = prefix.num_evictable
-        self.resources.free(prefix.evict(count))
         if (publisher := self.resources.publisher) is not None:
             publisher.forget_all()
+        self.resources.free(prefix.evict(count))
         self.num_flushes += 1
         self.new_token_ratio = NewTokenRatio()
         self.num_decode_steps = 0

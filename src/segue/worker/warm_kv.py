@@ -7,6 +7,7 @@ prefix cache begins empty, as without warm KV.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,11 @@ class WarmKV:
         kv = [each for each in held if each is not None]
         if journal is not None and len(kv) == len(held):
             self._journal = journal
-            reason = self._adopt(journal, kv)
+            gc.disable()  # it would look through all pages again and again, and take as long as all the rest
+            try:
+                reason = self._adopt(journal, kv)
+            finally:
+                gc.enable()
         totals.warm_refused = reason
         totals.warm_pages = self._scheduler.resources.prefix.num_pages
         if reason is None:
