@@ -83,7 +83,8 @@ class ServiceKVMemory(ReleasableMemory):
         """
         if grant.journal is None:
             return
-        size = os.fstat(grant.journal).st_size
-        self.kv_journal = memory = memoryview(mmap.mmap(grant.journal, size))
-        before, now = renew_name(memory)
+        mapped = mmap.mmap(grant.journal, os.fstat(grant.journal).st_size)
+        mapped.madvise(mmap.MADV_DONTFORK)  # as the KV memory itself, it is this process's alone
+        self.kv_journal = memoryview(mapped)
+        before, now = renew_name(self.kv_journal)
         self.held_kv = HeldKV(before=before.hex(), now=now.hex(), is_fresh=grant.is_fresh)
