@@ -66,6 +66,16 @@ def test_the_prefix_of_a_killed_engine_is_not_computed_again(pod: PodProcess, wa
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_a_planned_switch_keeps_the_cache_too(pod: PodProcess, wait_until: WaitUntil) -> None:
+    pod.wait_for_standby()
+    expected, before = generate(pod, 1)[0], pod.serving()
+    os.kill(pod.pid(), signal.SIGTERM)
+    wait_until(lambda: pod.serving() not in (None, before), timeout=60, what="another engine serves")
+    assert generate(pod, 1) == (expected, len(PREFIX))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_what_was_flushed_does_not_come_back(pod: PodProcess) -> None:
     pod.wait_for_standby()
     expected = generate(pod, 1)[0]
