@@ -38,7 +38,8 @@ def pure_modules() -> list[str]:
     memory = [f"segue.memory.{name}" for name in MEMORY]
     router = [f"segue.router.{name}" for name in ROUTER]
     failover = [f"segue.failover.{name}" for name in ("epochs", "lock")]
-    return [*names, *disagg, "segue.kvcache.prefix_cache", *memory, *failover, *router]
+    kvcache = ["segue.kvcache.journal", "segue.kvcache.prefix_cache"]
+    return [*names, *disagg, *kvcache, *memory, *failover, *router]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:

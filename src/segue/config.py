@@ -391,6 +391,11 @@ class EngineConfig(Options):
         "What an engine does that has lost the memory service: 'serve': go on with the memory that it has "
         "mapped, and connect again; 'exit': end, so that it is started again.",
     )
+    warm_kv: bool = _failover(
+        False,
+        "Go on with the prefix cache of the engine that served before, as far as the memory service has kept "
+        "it and it is proved to be right; needs --gms-dir and --shadow-mode.",
+    )
     wake: WakeBy = _failover(
         "both",
         "What wakes an engine that stands by: 'lock': the end of the engine that serves; 'manual': POST "

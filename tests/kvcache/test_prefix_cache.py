@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from segue.kvcache.journal import ROOT, PageRecord
 from segue.kvcache.prefix_cache import Node, PrefixCache
 
 
@@ -151,3 +152,33 @@ def test_the_root_cannot_be_hidden() -> None:
     cache.hide(cache.root(0))
     insert(cache, [1], [10])
     assert cache.pages(cache.match(0, [1, 2], 2)) == [10]
+
+
+def test_adopted_pages_match_and_are_evicted_leaves_first_in_their_order() -> None:
+    cache = PrefixCache(2)
+    records = [
+        PageRecord(5, 1, ROOT, 0, (1, 2)),
+        PageRecord(3, 2, 5, 1, (3, 4)),
+        PageRecord(9, 3, ROOT, 0, (7, 7)),
+        PageRecord(4, 4, 5, 1, (5, 6)),
+    ]
+    cache.adopt(2, records)
+    assert cache.num_pages == cache.num_evictable == 4
+    assert cache.pages(cache.match(2, [1, 2, 3, 4, 9], 5)) == [5, 3]
+    assert cache.pages(cache.match(0, [1, 2, 3, 4, 9], 5)) == []
+    deepest = cache.match(2, [1, 2, 5, 6, 9], 5)
+    cache.lock(deepest)
+    assert cache.evict(2) == [3, 9]
+    cache.unlock(deepest)
+    assert cache.evict(2) == [4, 5] and cache.num_pages == 0
+
+
+def test_hiding_a_page_names_all_that_goes_with_it_once() -> None:
+    cache = PrefixCache(1)
+    deepest, other = insert(cache, [1, 2, 3], [10, 11, 12]), insert(cache, [1, 4], [10, 13])
+    insert(cache, [9], [14])
+    assert cache.is_shared(cache.match(0, [1], 1)) and cache.is_shared(deepest)
+    assert sorted(cache.hide(deepest)) == [10, 11, 12, 13]
+    assert cache.hide(other) == []
+    top = next(iter([*other.path()][::-1]))
+    assert not cache.is_shared(top) and cache.is_shared(cache.match(0, [9], 1))

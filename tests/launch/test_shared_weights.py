@@ -56,6 +56,26 @@ def test_kv_memory_of_the_service_is_for_engines_that_stand_by(changes: dict[str
     check_shared_weights(unasked, embedded=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"gms_dir": None}, "give --gms-dir"),
+        ({"gms_mode": "off"}, "without --gms-mode off"),
+        ({"shadow_mode": False}, "give --shadow-mode"),
+        ({"role": "prefill"}, "use --role both"),
+        ({"enable_laps_scheduler": True}, "enable_laps_scheduler=True"),
+        ({"kv_owner": "private"}, "leave --kv-owner out"),
+        ({"disable_prefix_cache": True}, "disable_prefix_cache=True"),
+    ],
+)
+def test_warm_kv_is_for_a_prefix_cache_in_memory_of_the_service(changes: dict[str, Any], remedy: str) -> None:
+    options = STANDS_BY | {"warm_kv": True, "kv_owner": "auto"}
+    check_shared_weights(EngineConfig.create({}, **options), embedded=False)
+    with pytest.raises(ConfigError, match=f"warm_kv=True: .*{remedy}.*leave --warm-kv out") as caught:
+        check_shared_weights(EngineConfig.create({}, **options | changes), embedded=False)
+    assert caught.value.param == "warm_kv"
+
+
 @pytest.mark.parametrize("mode", ["rw", "ro"])
 def test_a_mode_without_a_service_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match="give --gms-dir"):

@@ -21,7 +21,9 @@ from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, SlabMemoryError
 from segue.gms.transport import close
+from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.memory.arena import Arena, Layout, TensorSpec
+from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
 from segue.memory.releasable import ReleasableMemory
@@ -41,6 +43,14 @@ LAYOUT = Layout.of([TensorSpec(name="t", shape=(100,), dtype=torch.float32)])
 PAGE, POOL = 1 << 20, 9 << 20
 STANDS_BY = {"shadow_mode": True, "kv_owner": "gms"}
 Make = Callable[..., ServiceMemory]
+GEOMETRY = KVGeometry(
+    num_pages=8,
+    max_seq_len=64,
+    page_size=16,
+    page_bytes=PAGE,
+    max_running_requests=4,
+    chunked_prefill_size=16,
+)
 
 
 @pytest.fixture
@@ -102,6 +112,41 @@ def test_an_engine_that_wakes_gets_the_memory_of_the_one_before(directory: Path,
     assert (row_of(directory) or {})["phase"] == "shaped", "it was given back"
     second.wake(2, timeout_s=10.0)
     assert is_leased(second) and bool((kv_of(second) == 7).all())
+
+
+def test_the_journal_goes_with_the_memory_and_its_name_changes_with_each_engine(
+    directory: Path, make: Make
+) -> None:
+    first, second = make(directory, "a", warm_kv=True), make(directory, "a", warm_kv=True)
+    for memory in (first, second):
+        memory.pin_kv(GEOMETRY)
+    first.wake(1, timeout_s=10.0)
+    held = first.held_kv
+    assert held is not None and (held.before, held.is_fresh) == ("00" * NAME_BYTES, True)
+    assert first.kv_journal is not None and len(first.kv_journal) >= journal_bytes(8, 16)
+    first.kv_journal[100:107] = b"written"
+    first.close()
+    second.wake(2, timeout_s=10.0)
+    again = second.held_kv
+    assert again is not None and (again.before, again.is_fresh) == (held.now, False)
+    assert again.now not in (held.now, held.before)
+    assert second.kv_journal is not None and bytes(second.kv_journal[100:107]) == b"written"
+    assert bytes(second.kv_journal[:NAME_BYTES]).hex() == again.now
+
+
+def test_memory_without_a_journal_is_not_that_of_an_engine_with_one(directory: Path, make: Make) -> None:
+    warm, cold, other = (
+        make(directory, "a", warm_kv=True),
+        make(directory, "a"),
+        make(directory, "a", warm_kv=True),
+    )
+    for memory in (warm, cold, other):
+        memory.pin_kv(GEOMETRY)
+    for epoch, memory in enumerate((warm, cold, other), start=1):
+        memory.wake(epoch, timeout_s=10.0)
+        assert (memory.held_kv is None) == (memory is cold) == (memory.kv_journal is None)
+        assert memory is cold or (memory.held_kv is not None and memory.held_kv.is_fresh)
+        memory.close()
 
 
 def test_all_ranks_ask_with_the_epoch_that_rank_0_has_claimed(
@@ -232,6 +277,7 @@ def test_a_lost_answer_is_asked_for_again(
         ({"shadow_mode": True, "role": "decode"}, "cuda:0", SharedKVMemory),
         ({"shadow_mode": True}, "cpu", PrivateMemory),
         ({"shadow_mode": True, "kv_owner": "gms"}, "cpu", ServiceKVMemory),
+        ({"shadow_mode": True, "warm_kv": True}, "cpu", ServiceKVMemory),
     ],
 )
 def test_whose_the_kv_cache_is(options: dict[str, Any], device: str, kind: type) -> None:

@@ -201,8 +201,12 @@ class Simulation:
         """Plan and launch a step."""
         plan = self.scheduler.plan(self.now)
         if plan is not None:
-            self.results.append(self.device.launch(plan, str(self.scheduler.kv_epoch)))
+            self.results.append(self.run_on_device(plan))
         return plan
+
+    def run_on_device(self, plan: StepPlan) -> StepResult:
+        """Launch a step, and return its result, which nobody knows yet."""
+        return self.device.launch(plan, str(self.scheduler.kv_epoch))
 
     def apply(self) -> SchedulerOutput:
         """Apply the oldest result."""

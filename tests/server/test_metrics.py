@@ -7,8 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from segue.disagg.lease import LeaseState
-from segue.messages.control import HandoverCounters
-from segue.server.metrics import _handover_metrics, _metric
+from segue.messages.control import Counters, HandoverCounters
+from segue.server.metrics import _handover_metrics, _metric, _warm_metrics
 from tests.server.conftest import MODEL, Api
 from tests.server.live import LiveServer
 
@@ -124,6 +124,21 @@ def test_metrics_of_handing_kv_over_count_what_the_scheduler_counts() -> None:
         "segue:pd_transferred_bytes_total": 800,
         "segue:pd_adoption_seconds_total": 0.5,
     }
+
+
+def test_metrics_of_warm_kv_say_what_was_taken_over_or_why_nothing_was() -> None:
+    gauge = partial(_metric, GaugeMetricFamily, MODEL)
+
+    def shown(counters: Counters) -> dict[str, float]:
+        samples = [s for metric in _warm_metrics(counters, 16, gauge) for s in metric.samples]
+        return {":".join([s.name, *list(s.labels.values())[1:]]): s.value for s in samples if s.value}
+
+    assert shown(Counters(warm_pages=3)) == {"segue:warm_kv_pages": 3, "segue:warm_kv_tokens": 48}
+    assert shown(Counters(warm_refused="fresh")) == {"segue:warm_kv_refused:fresh": 1}
+
+
+def test_an_engine_without_warm_kv_has_no_metrics_of_it(server: LiveServer) -> None:
+    assert not [name for name in scrape(server) if name.startswith("warm_")]
 
 
 def test_an_engine_that_hands_no_kv_over_has_no_metrics_of_it(server: LiveServer) -> None:

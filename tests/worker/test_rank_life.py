@@ -13,7 +13,7 @@ import pytest
 
 from segue.distributed.info import TPInfo
 from segue.failover.watchdog import TRACEBACK_S
-from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
+from segue.messages.life import EndWake, HeldKV, PingRanks, RankAnswer, WakeRanks
 from segue.messages.steps import RankMessage
 from segue.worker.rank_life import RankLife
 from tests.worker.test_loop import DEADLINE_MS, Client
@@ -24,16 +24,18 @@ class Rank:
 
     def __init__(self, rank: int = 0) -> None:
         self.tp = TPInfo(rank=rank, size=2)
+        self.held_kv: HeldKV | None = None
         self.done: list[str] = []
         self.error: Exception | None = None
 
     def deep_ping(self) -> None:
         self.done.append("ping")
 
-    def wake(self, epoch: int, timeout_s: float) -> None:
+    def wake(self, epoch: int, timeout_s: float) -> HeldKV | None:
         self.done.append(f"wake {epoch}" + (f" within {timeout_s:g} s" if timeout_s else ""))
         if self.error is not None:
             raise self.error
+        return self.held_kv
 
 
 def answers_of(rank: Rank, *messages: Any) -> list[RankAnswer]:
@@ -66,6 +68,14 @@ def test_a_rank_that_cannot_wake_says_why(caplog: pytest.LogCaptureFixture) -> N
     rank.error = MemoryError("no pages are left")
     assert answers_of(rank, WakeRanks(3, 0.0)) == [RankAnswer(3, 1, "MemoryError: no pages are left")]
     assert "rank 1 cannot wake" in caplog.text
+
+
+def test_a_rank_that_has_woken_says_which_kv_memory_it_has() -> None:
+    rank = Rank()
+    rank.held_kv = held = HeldKV("abc", "def", False)
+    assert answers_of(rank, WakeRanks(3, 0.0)) == [RankAnswer(3, 0, "", held)]
+    rank.error = MemoryError()
+    assert answers_of(rank, WakeRanks(4, 0.0)) == [RankAnswer(4, 0, "MemoryError: ")]
 
 
 HANGING = """

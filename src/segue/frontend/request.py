@@ -47,6 +47,7 @@ class GenerateRequest:
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
     output_end: Finished | None = None  # how the output ended; then nothing is left to generate
+    shares_kv: bool = True  # whether it uses the prefix cache
 
 
 @dataclass(slots=True)

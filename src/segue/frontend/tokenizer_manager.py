@@ -201,6 +201,7 @@ class TokenizerManager:
             priority=request.priority,
             outputs=pack_ids(request.outputs),
             handoff=handoff,
+            shares_kv=request.shares_kv,
         )
         try:
             self._send(message)

@@ -8,13 +8,15 @@ its deepest node; nodes without a lock are evicted leaf by leaf, the least recen
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from segue.kvcache.journal import ROOT, PageRecord
 
 Key = tuple[int, ...]
 
 
 class Node:
-    """One cached page, or (``page == -1``) the root of an epoch of the weights."""
+    """One cached page, or (``page == ROOT``) the root of an epoch of the weights."""
 
     __slots__ = ("children", "key", "last_used", "locks", "page", "parent")
 
@@ -43,9 +45,8 @@ class PrefixCache:
         self._num_locked = 0
         self._num_hidden = 0  # paths hidden so far
         self._roots: dict[int, Node] = {}
-        self._hidden = Node(
-            parent=None, key=(), page=-1
-        )  # the root of nodes that requests can no longer match
+        # The root of nodes that requests can no longer match.
+        self._hidden = Node(parent=None, key=(), page=ROOT)
         self._clock = 0
         # A heap of (last_used, page, node). An entry is stale, and skipped, once its node has been used
         # again, locked, extended or removed.
@@ -61,8 +62,30 @@ class PrefixCache:
         node = self._roots.get(epoch)
         if node is None:
             self._roots = {e: root for e, root in self._roots.items() if root.children}
-            node = self._roots[epoch] = Node(parent=None, key=(), page=-1)
+            node = self._roots[epoch] = Node(parent=None, key=(), page=ROOT)
         return node
+
+    def is_shared(self, node: Node) -> bool:
+        """Whether requests can match a node without a parent, or one whose parent they can match."""
+        return node.parent is not None and node.parent is not self._hidden
+
+    def adopt(self, epoch: int, records: Iterable[PageRecord]) -> None:
+        """Insert pages whose KV another engine has computed; each comes behind its parent.
+
+        They are evicted in the order of ``records``, as if they had been used in it.
+        """
+        nodes = {ROOT: self.root(epoch)}
+        for record in records:
+            parent = nodes[record.parent_page]
+            node = nodes[record.page] = parent.children[record.tokens] = Node(
+                parent, record.tokens, record.page
+            )
+            self._clock += 1
+            node.last_used = self._clock
+            self.num_pages += 1
+        for node in nodes.values():
+            if node.parent is not None and not node.children:
+                self._push_leaf(node)
 
     def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
         """Return the deepest node whose path holds a prefix of ``tokens[:max_tokens]``, or the root."""
@@ -146,11 +169,12 @@ class PrefixCache:
         self.num_pages -= len(pages)  # the loop stops at a node that does not become an evictable leaf
         return pages
 
-    def hide(self, node: Node) -> None:
+    def hide(self, node: Node) -> list[int]:
         """Hide the first page on the path to ``node``, and all its descendants, from :meth:`match`.
 
         The first page moves to the hidden root under a key that no page has, so no request finds it again.
         Holders keep the nodes that they have locked; nodes without a lock are evicted as usual.
+        Returns the pages that are hidden now, and were not before.
         """
         for top in node.path():
             if top.parent is not None and top.parent.parent is None and top.parent is not self._hidden:
@@ -158,10 +182,17 @@ class PrefixCache:
                 self._num_hidden += 1
                 top.parent, top.key = self._hidden, (self._num_hidden,)
                 self._hidden.children[top.key] = top
+                return [each.page for each in self._below(top)]
+        return []
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node that holds a page, for checks of invariants."""
-        stack = [*self._roots.values(), self._hidden]
+        return self._below(*self._roots.values(), self._hidden)
+
+    @staticmethod
+    def _below(*tops: Node) -> Iterator[Node]:
+        """Yield some nodes and all their descendants that hold a page."""
+        stack = [*tops]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())

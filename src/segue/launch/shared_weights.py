@@ -21,6 +21,8 @@ def check_shared_weights(config: EngineConfig, *, embedded: bool) -> None:
         )
     if config.kv_owner == "gms":
         check_kv_owner(config)
+    if config.warm_kv:
+        check_warm_kv(config)
     if not config.shares_weights:
         return
     if embedded:
@@ -43,17 +45,33 @@ def check_kv_owner(config: EngineConfig) -> None:
     Raises:
         ConfigError: the engine has no service, or needs its KV cache before it wakes.
     """
+    if reason := _why_kv_is_private(config):
+        raise ConfigError(f"kv_owner='gms': {reason}, or leave --kv-owner out", param="kv_owner")
+
+
+def check_warm_kv(config: EngineConfig) -> None:
+    """Refuse options that `--warm-kv` does not go with.
+
+    Raises:
+        ConfigError: the KV cache does not outlive the engine, or there is no prefix cache.
+    """
+    reason = _why_kv_is_private(config)
+    if config.kv_owner == "private":
+        reason = "the KV cache of kv_owner='private' ends with its engine; leave --kv-owner out"
+    elif config.disable_prefix_cache:
+        reason = "disable_prefix_cache=True leaves nothing to go on with; use one of the two options"
+    if reason:
+        raise ConfigError(f"warm_kv=True: {reason}, or leave --warm-kv out", param="warm_kv")
+
+
+def _why_kv_is_private(config: EngineConfig) -> str:
+    """Return why the KV cache cannot be the memory service's, with the remedy; "": it can."""
     if not config.shares_weights:
-        reason = "no memory service has the weights; give --gms-dir, without --gms-mode off"
-    elif not config.shadow_mode:
-        reason = "only engines that stand by for each other get its memory; give --shadow-mode"
-    elif config.role != "both":
-        reason = f"other engines map the KV cache of one with role={config.role!r}; use --role both"
-    elif config.enable_laps_scheduler:
-        reason = "enable_laps_scheduler=True times steps at the start, which write to the KV cache; use one"
-    else:
-        return
-    raise ConfigError(
-        f"kv_owner='gms': {reason}, or leave --kv-owner out",
-        param="kv_owner",
-    )
+        return "no memory service has the weights; give --gms-dir, without --gms-mode off"
+    if not config.shadow_mode:
+        return "only engines that stand by for each other get its memory; give --shadow-mode"
+    if config.role != "both":
+        return f"other engines map the KV cache of one with role={config.role!r}; use --role both"
+    if config.enable_laps_scheduler:
+        return "enable_laps_scheduler=True times steps at the start, which write to the KV cache; use one"
+    return ""

@@ -12,6 +12,7 @@ from torch import Tensor
 from segue.memory import backing, device_shared, shared
 from segue.memory.arena import Arena, Layout
 from segue.memory.geometry import KVGeometry
+from segue.messages.life import HeldKV
 
 Place = Literal["device", "host"]
 
@@ -136,6 +137,8 @@ class RankMemory(Protocol):
 
     device: torch.device
     kv_descriptor: int | None  # of the KV cache's memory, where other processes may map it
+    held_kv: HeldKV | None  # the KV cache's memory, if it is kept for the next engine; known from the wake on
+    kv_journal: memoryview | None  # that is kept with it
     generations: Generations | None  # None: the weights are this process's own, and updates write to them
     parks_kv: bool  # an engine that stands by has the first and the scratch page of its KV cache alone
 
@@ -206,6 +209,8 @@ class PrivateMemory:
     """Memory of this process alone."""
 
     kv_descriptor: int | None = None  # of memory that other processes map: there is none
+    held_kv: HeldKV | None = None
+    kv_journal: memoryview | None = None
     generations: Generations | None = None
     parks_kv = False
 

@@ -8,7 +8,7 @@ import msgspec
 
 from segue.messages.fleet import Role, WorkerLoad
 from segue.messages.kv import KVIdentity
-from segue.messages.life import LifeMessage, RankAnswer
+from segue.messages.life import ColdReason, LifeMessage, RankAnswer
 from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
@@ -204,6 +204,8 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     laps: LapsCounters | None = None  # None: LAPS is off
     handover: HandoverCounters | None = None  # None: the engine hands no KV over
     released: list[MemoryTag] = []  # memory that was given back to the system, and is not here
+    warm_pages: int = 0  # KV pages that this engine took over from the one before, when it woke
+    warm_refused: ColdReason | None = None  # why it took none; None: it did, or there is no --warm-kv
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

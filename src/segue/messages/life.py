@@ -6,9 +6,14 @@ rank 0 sends on to the frontend.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from segue.messages.weight_update import Call
+
+# Why an engine with --warm-kv takes no KV pages over; see `worker.warm_kv`.
+ColdReason = Literal["private", "fresh", "journal", "facts", "memory", "weights", "empty"]
 
 
 class PingRanks(Call, frozen=True, tag=True, array_like=True):
@@ -36,11 +41,20 @@ class EndWake(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Says that the engine is awake. There is no answer."""
 
 
+class HeldKV(msgspec.Struct, frozen=True, array_like=True):
+    """The KV memory that a rank has from the memory service."""
+
+    before: str  # its name under the engine before, unlike any other
+    now: str  # its name from now on
+    is_fresh: bool  # whether no engine has written to it before
+
+
 class RankAnswer(Call, frozen=True, tag=True, array_like=True):
     """The answer of one rank to a ping or a wake."""
 
     rank: int
     error: str = ""  # why the rank cannot wake; "": it can
+    kv: HeldKV | None = None  # of a rank that has woken; None: its KV memory is its own
 
 
 LifeMessage = PingRanks | WakeRanks | EndWake

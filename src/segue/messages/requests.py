@@ -100,6 +100,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     # int32 token ids, at most max_new_tokens; one that ends the request must be the last
     outputs: bytes = b""
     handoff: Handoff | None = None  # None: this worker does all of it
+    shares_kv: bool = True  # False: its KV is neither taken from the prefix cache nor left there
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -15,6 +15,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.control import InitStep
+from segue.messages.life import HeldKV
 from segue.messages.steps import StepPlan
 from segue.model_runner.executor import ForwardOutput, Result, make_stream
 from segue.model_runner.startup import Made, Startup
@@ -94,13 +95,16 @@ class ModelRunner:
         """Run a tiny operation on the stream of the steps, and wait for it: then the device works."""
         self.on_stream(lambda: torch.ones(1, device=self.device).add_(1).item())
 
-    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> None:
+    def wake(self, epoch: int = 0, timeout_s: float = 0.0) -> HeldKV | None:
         """Take what the runner lacks in order to serve, on the stream of the steps; see `RankMemory.wake`.
+
+        Returns the memory of the KV cache, if it is kept for the next engine.
 
         Raises:
             Exception: the memory cannot be had; the engine cannot serve.
         """
         self.on_stream(partial(self._startup.memory.wake, epoch, timeout_s))
+        return self.memory.held_kv
 
     def served_weights(self) -> ServedWeights:
         """Return the weights that the model serves with, for weight updates."""

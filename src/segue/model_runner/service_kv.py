@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+
 import torch
 
-from segue.gms.client import GmsClient
+from segue.gms.client import GmsClient, KVGrant
 from segue.gms.transport import close
+from segue.kvcache.journal import renew_name
 from segue.logs import logger
 from segue.memory.arena import SLAB_BYTES
 from segue.memory.budget import gib
 from segue.memory.releasable import ReleasableMemory
+from segue.messages.life import HeldKV
 
 
 class ServiceKVMemory(ReleasableMemory):
@@ -21,6 +26,7 @@ class ServiceKVMemory(ReleasableMemory):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, parks_kv=True)
         self.is_leased = False
+        self.journal_bytes = 0  # of the journal that is kept with the memory; 0: none
 
     def lease(self, client: GmsClient, epoch: int, wait_s: float) -> None:
         """Map what the service grants to this rank, in place of the scratch page.
@@ -41,9 +47,16 @@ class ServiceKVMemory(ReleasableMemory):
         held = self._ranges["kv_cache"]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the service cannot take what torch keeps for later
-        grant = client.ask_kv(epoch, held.window.size, slab_bytes=SLAB_BYTES, wait_s=wait_s)
+        grant = client.ask_kv(
+            epoch,
+            held.window.size,
+            slab_bytes=SLAB_BYTES,
+            journal_bytes=self.journal_bytes,
+            wait_s=wait_s,
+        )
         held.window.clear()
         try:
+            self._take_journal(grant)
             start = 0
             for size, descriptor in zip(grant.sizes, grant.descriptors, strict=True):
                 slab = self._vmm.adopt(descriptor, size)
@@ -56,9 +69,22 @@ class ServiceKVMemory(ReleasableMemory):
             held.window.clear()
             raise
         finally:
-            close(grant.descriptors)
+            close([*grant.descriptors, *([] if grant.journal is None else [grant.journal])])
         if grant.is_fresh and self.device.type == "cuda":
             held.tensors[0].zero_()
         self.is_leased, self._is_parked = True, False
         what = "fresh" if grant.is_fresh else "of the engine before"
         logger.info("KV cache: %s of the memory service, %s", gib(held.window.size), what)
+
+    def _take_journal(self, grant: KVGrant) -> None:
+        """Map the journal, and give the memory, to which this engine will write, another name.
+
+        So no journal describes the memory of a rank that was leased without that of the others.
+        """
+        if grant.journal is None:
+            return
+        mapped = mmap.mmap(grant.journal, os.fstat(grant.journal).st_size)
+        mapped.madvise(mmap.MADV_DONTFORK)  # as the KV memory itself, it is this process's alone
+        self.kv_journal = memoryview(mapped)
+        before, now = renew_name(self.kv_journal)
+        self.held_kv = HeldKV(before=before.hex(), now=now.hex(), is_fresh=grant.is_fresh)

@@ -26,6 +26,7 @@ from segue.gms.lock_state import AskMode
 from segue.gms.manifest import WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import WeightsGranted
 from segue.gms.reconnecting import SessionKeeper
+from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
 from segue.memory.cuda_vmm import CudaVMM
@@ -68,6 +69,7 @@ class ServiceMemory(PrivateMemory):
         *,
         kv: RankMemory | None = None,
         fence_timeout_s: float = 5.0,
+        keeps_journal: bool = False,
     ) -> None:
         """Serve a rank.
 
@@ -79,12 +81,14 @@ class ServiceMemory(PrivateMemory):
             identify: says what the weights are, once their layout is known.
             kv: has the KV cache; by default, memory of this process.
             fence_timeout_s: how long the end of the process is waited for that wrote to the KV cache before.
+            keeps_journal: whether the KV cache has a journal, for the next engine.
         """
         super().__init__(device)
         self._kv = kv or PrivateMemory(device)
         self._leasable = self._kv if isinstance(self._kv, ServiceKVMemory) else None
         self.parks_kv = self._kv.parks_kv
         self._fence_timeout_s = fence_timeout_s
+        self._keeps_journal = keeps_journal
         self._target = target
         self._mode = mode
         self._groups = groups
@@ -159,6 +163,7 @@ class ServiceMemory(PrivateMemory):
                     claimed, away_until, began + min(self._fence_timeout_s, WAKE_SHARE * timeout_s)
                 )
         self._kv.wake(epoch, max(0.0, began + timeout_s - time.monotonic()))
+        self.held_kv, self.kv_journal = self._kv.held_kv, self._kv.kv_journal
 
     def _claim(self, away_until: float) -> int:
         """Claim an epoch in the service, as rank 0; returns it, 0: the service is away."""
@@ -219,6 +224,9 @@ class ServiceMemory(PrivateMemory):
             self._geometry = holds = msgspec.json.decode(note, type=KVGeometry)
         found = self._spread(holds)
         assert found is not None
+        if self._leasable is not None and self._keeps_journal:
+            is_first, sizes = self._groups.tp.is_first, (found.num_pages, found.page_size)
+            self._leasable.journal_bytes = journal_bytes(*sizes) if is_first else NAME_BYTES
         return found
 
     def _introduce_again(self) -> None:

@@ -44,6 +44,7 @@ def make_service_memory(
         lambda layout: identity_of(source, layout, tp, dtype, seed=config.seed),
         kv=kv_memory(config, device),
         fence_timeout_s=config.fence_timeout_s,
+        keeps_journal=config.warm_kv,
     )
 
 
@@ -54,11 +55,12 @@ def kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
     """
     if config.role != "both":
         return SharedKVMemory(device)
-    if not config.parks_kv or (device.type == "cpu" and config.kv_owner != "gms"):
+    if not config.parks_kv:
         return PrivateMemory(device)
-    return (
-        ReleasableMemory(device, parks_kv=True) if config.kv_owner == "private" else ServiceKVMemory(device)
-    )
+    prefers_service = device.type == "cuda" or config.warm_kv
+    if config.kv_owner == "gms" or (config.kv_owner == "auto" and prefers_service):
+        return ServiceKVMemory(device)
+    return PrivateMemory(device) if device.type == "cpu" else ReleasableMemory(device, parks_kv=True)
 
 
 def identity_of(

@@ -214,7 +214,7 @@ class PrefillPlanner:
         Positions whose logits the request needs are computed even if their KV is cached.
         """
         s = self._scheduler
-        if s.config.disable_prefix_cache:
+        if s.config.disable_prefix_cache or not request.shares_kv:
             return s.resources.prefix.root(s.kv_epoch)
         usable = len(request.tokens) - 1  # the last token is always computed, because its logits are needed
         if request.owes_prompt_logprobs:

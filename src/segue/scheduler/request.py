@@ -66,6 +66,7 @@ class Request:
     first_at: float = 0.0  # when its first token came from a prefill worker; 0: it did not
     # Whether it was admitted before, arrived with output tokens, or awaits KV that was begun before a pause.
     has_begun: bool
+    shares_kv: bool = True  # whether it uses the prefix cache
     stop_ids: frozenset[int] = field(init=False)
     sampling_mode: SamplingMode = field(init=False)
     phase: RequestPhase = WAITING

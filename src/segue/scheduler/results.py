@@ -85,7 +85,9 @@ def _end_non_finite(s: Scheduler, request: Request, where: str) -> Finished:
     cache: the request that computed that KV may have ended before it sampled.
     """
     assert request.node is not None
-    s.resources.prefix.hide(request.node)
+    hidden = s.resources.prefix.hide(request.node)
+    if (publisher := s.resources.publisher) is not None:
+        publisher.forget(hidden)
     s.totals.non_finite_logits += 1
     text = (
         f"the model's logits for {where} of request {request.rid} are not finite (NaN or infinite), "

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from segue import errors
 from segue.config import EngineConfig
+from segue.kvcache.journal import FoundPages
 from segue.kvcache.prefix_cache import Node
 from segue.laps.classes import PromptClass
 from segue.laps.cost import CostModel, StepTime
@@ -76,7 +77,7 @@ class Scheduler:
         self.now = 0.0  # the caller sets it before a call that has no time of its own
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
         self.weights = WeightPort(self)
-        self.resources = Resources(limits)
+        self.resources = Resources(limits, publishes=config.warm_kv)
         self.new_token_ratio = NewTokenRatio()
         self.cost = CostModel()
         for work, seconds in step_times:
@@ -132,6 +133,7 @@ class Scheduler:
             added_at=now,
             # During a pause it counts as a newcomer: a pause that has taken effect waits for no further one.
             has_begun=num_outputs > 0 and self.control.admits,
+            shares_kv=message.shares_kv,
         )
         if request.phase is WAITING:
             self.enqueue(request)
@@ -365,15 +367,21 @@ class Scheduler:
         self.cost.add(step.work, seconds)
         self.handover.step_ended(step.plan.step, now)
         self._prefill.policy.ended(step.work, seconds, now)
-        return take_result(self, step, result, now)
+        output = take_result(self, step, result, now)
+        if (publisher := self.resources.publisher) is not None:
+            publisher.applied(result.step)
+        return output
 
     def insert_pages(self, request: Request, computed: int) -> None:
         """Insert the full pages among the first ``computed`` positions into the prefix cache.
 
         If the cache already has a page with the same tokens, the request uses that one and frees its own.
         """
-        if self.config.disable_prefix_cache or request.kv_epoch != self.weights.kv_epoch:
+        if not request.shares_kv or self.config.disable_prefix_cache:
+            return
+        if request.kv_epoch != self.weights.kv_epoch:
             return  # all pages of a cached path have the KV of one epoch
+        publisher = self.resources.publisher
         size, first = self.limits.page_size, request.num_inserted
         node, pages, given_back = request.node, request.pages, list[int]()
         assert node is not None
@@ -383,6 +391,8 @@ class Scheduler:
             if node.page != pages[index]:
                 given_back.append(pages[index])
                 pages[index] = node.page
+            elif publisher is not None:
+                publisher.inserted(node, self._step)
             request.num_inserted += 1
         request.node = node
         # Duplicates come first: a page that is new to the cache has no children. The block table on the
@@ -390,6 +400,11 @@ class Scheduler:
         if given_back:
             self._swaps.append((request, first, pages[first : first + len(given_back)]))
             self.free_later(pages=given_back)
+
+    def adopt_pages(self, found: FoundPages) -> None:
+        """Share pages whose KV another engine has computed, with the weights of now. Nothing may have run."""
+        assert not self.requests and not self._step and not self.resources.prefix.num_pages
+        self.resources.adopt(found, self.kv_epoch)
 
     def output(self, **columns: Any) -> SchedulerOutput:
         """Returns a message to the frontend with the present counters; ``columns`` are its other fields."""
@@ -421,6 +436,8 @@ class Scheduler:
         assert not self.in_flight and not self.running
         prefix = self.resources.prefix
         count = prefix.num_evictable
+        if (publisher := self.resources.publisher) is not None:
+            publisher.forget_all()
         self.resources.free(prefix.evict(count))
         self.num_flushes += 1
         self.new_token_ratio = NewTokenRatio()

@@ -68,6 +68,8 @@ class WeightPort:
         self.kv_epoch += 1
         self._commits[self.weight_version] = self._commits.get(self.weight_version, 0) + 1
         self._scheduler.handover.committed(before, self.kv_identity)
+        if (publisher := self._scheduler.resources.publisher) is not None:
+            publisher.forget_all()
         if flush_cache:
             self._scheduler.forget_cache()
 

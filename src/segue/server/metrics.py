@@ -18,8 +18,9 @@ from segue.disagg.offer import OfferState
 from segue.failover.life import Life, LifeState
 from segue.frontend.stats import Histogram, Stats
 from segue.launch.runtime import Runtime
-from segue.messages.control import HandoverCounters, LapsCounters, PauseMode
+from segue.messages.control import Counters, HandoverCounters, LapsCounters, PauseMode
 from segue.messages.kv import GoneReason
+from segue.messages.life import ColdReason
 from segue.messages.steps import EagerReason
 from segue.server.access import Access, Routes
 
@@ -139,6 +140,8 @@ class EngineCollector(Collector):
         yield histogram("step_time_seconds", text, stats.step)
         if now.laps is not None:
             yield from _laps_metrics(now.laps, stats, gauge, counter, histogram)
+        if runtime.config.warm_kv:
+            yield from _warm_metrics(now, manager.ready.limits.page_size, gauge)
         if now.handover is not None:
             page_bytes = manager.ready.kv_bytes // (pages + 1)  # the pool has a scratch page
             yield from _handover_metrics(now.handover, page_bytes, gauge, counter)
@@ -153,6 +156,14 @@ def _life_metrics(life: Life, epoch: int, gauge: _Make, counter: _Make) -> Itera
     yield gauge("wake_seconds", "Seconds of the wake, by phase.", life.wake_phases, "phase")
     yield gauge("epoch", "The epoch under which the engine serves; 0: it is in no cohort, or asleep.", epoch)
     yield counter("failovers", "Wakes in the place of another engine.", life.num_failovers)
+
+
+def _warm_metrics(now: Counters, page_size: int, gauge: _Make) -> Iterator[Metric]:
+    """Yields the metrics of warm KV; an engine wakes once."""
+    yield gauge("warm_kv_pages", "KV pages taken over from the engine before.", now.warm_pages)
+    yield gauge("warm_kv_tokens", "Tokens of these pages.", now.warm_pages * page_size)
+    refused = {reason: reason == now.warm_refused for reason in get_args(ColdReason)}
+    yield gauge("warm_kv_refused", "Whether no KV was taken over, by reason.", refused, "reason")
 
 
 def _laps_metrics(

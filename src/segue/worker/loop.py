@@ -48,6 +48,7 @@ from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
 from segue.worker.rank_life import RankLife
 from segue.worker.throughput import Throughput
+from segue.worker.warm_kv import WarmKV
 
 if TYPE_CHECKING:  # these need torch, which the loop does not
     from segue.disagg.mover import Mover
@@ -84,6 +85,7 @@ class SchedulerLoop:
     )
     mover: Mover | None = None  # of this rank's KV
     memory: ReleasedMemory | None = None  # of this rank; None: without --enable-memory-saver
+    warm: WarmKV | None = None  # None: without --warm-kv
     generations: Generations | None = None  # of weights that engines share; None: they are this engine's own
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
     spin: float = 0.0  # seconds that an idle loop polls before it sleeps, because a wake-up takes long
@@ -92,7 +94,7 @@ class SchedulerLoop:
 
     def __post_init__(self) -> None:
         """Prepare what the loop keeps from turn to turn."""
-        self._life = RankLife(self.runner, self._send)
+        self._life = RankLife(self.runner, self._answer_life)
         self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
         if (served := self.generations) is not None:
             self._weights.machine.start_with(served.number, served.name, served.version, served.model_path)
@@ -134,6 +136,7 @@ class SchedulerLoop:
 
     def _launch(self, plan: StepPlan) -> ForwardOutput:
         """Send a plan to the other ranks and launch it on this one, without waiting for the device."""
+        self._write_journal()  # the step may write to pages that an engine after this one must not use then
         self._send_to_followers(plan)
         launched = self.runner.forward_batch(plan)
         self.scheduler.launched(time.monotonic())
@@ -148,7 +151,19 @@ class SchedulerLoop:
             self._warn_of_non_finite(output)
         self._throughput.add(len(output.tokens), time.monotonic())
         self._send(output)
+        self._write_journal()
         self._advance()
+
+    def _write_journal(self) -> None:
+        """Note for an engine that takes over which pages it may use from now on."""
+        if self.warm is not None:
+            self.warm.write()
+
+    def _answer_life(self, answer: RankAnswer) -> None:
+        """Pass a rank's answer on. With the last answer to a wake, pages of the engine before are adopted."""
+        if self.warm is not None:
+            self.warm.on_answer(answer)
+        self._send(answer)
 
     def _warn_of_non_finite(self, output: SchedulerOutput) -> None:
         """Log which requests failed because of NaN or infinite logits, and what can be done; called once."""
@@ -181,6 +196,7 @@ class SchedulerLoop:
         self._advance_role()
         self._advance_handover()
         answers, commands = self._weights.advance(time.monotonic())
+        self._write_journal()
         for answer in answers:
             self._send(answer)
         for own, *others in commands:
@@ -247,6 +263,7 @@ class SchedulerLoop:
         """Send the pause machine's replies; a pause is shown and answered once every rank has drained."""
         now = time.monotonic()
         replies = self.scheduler.control.advance(now)  # among them an output that shows the pause
+        self._write_journal()  # before the answer to a flush: what was flushed shall not come back
         late_ms = 0.0
         if self.followers and any(isinstance(reply, Paused) and reply.mode for reply in replies):
             self._drain_ranks()
@@ -308,7 +325,7 @@ class SchedulerLoop:
             case MemoryMoved():
                 self.scheduler.standby.on_rank(event, now)
             case RankAnswer():
-                self._send(event)
+                self._answer_life(event)
             case Drained() | RankJoined():
                 raise AssertionError(f"a rank sent {type(event).__name__}, which nobody awaits")
             case _:
@@ -362,6 +379,8 @@ class SchedulerLoop:
                 self._send(load_of(self.scheduler, message.call, refused))
             case PingRanks() | WakeRanks() | EndWake():
                 self._send_to_followers(message)
+                if self.warm is not None and isinstance(message, WakeRanks):
+                    self.warm.await_ranks(message.call)
                 self._life.handle(message)
             case Shutdown():
                 self._running = False

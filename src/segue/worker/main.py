@@ -40,6 +40,7 @@ from segue.worker.kv_links import KVLinks, make_hello
 from segue.worker.kv_mover import make_mover
 from segue.worker.loop import SchedulerLoop
 from segue.worker.released_memory import ReleasedMemory
+from segue.worker.warm_kv import make_warm_kv
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
 # takes 0.1 ms or more there.
@@ -108,6 +109,7 @@ def run_scheduler(
                 kv_links=links,
                 mover=mover,
                 memory=_released_memory(runner, served, sender),
+                warm=make_warm_kv(scheduler, runner) if config.warm_kv else None,
                 generations=runner.memory.generations,
                 overlap=not config.disable_overlap,
                 spin=SPIN_S if runner.device.type != "cpu" and not embedded else 0.0,

@@ -31,15 +31,16 @@ class RankLife:
             case WakeRanks():
                 if message.timeout_s:
                     faulthandler.dump_traceback_later(message.timeout_s + TRACEBACK_S, exit=True)
-                self._send(RankAnswer(message.call, self._runner.tp.rank, self._wake(message)))
+                self._send(self._wake(message))
             case EndWake():
                 faulthandler.cancel_dump_traceback_later()
 
-    def _wake(self, message: WakeRanks) -> str:
-        """Wake the runner; returns what went wrong, "": nothing."""
+    def _wake(self, message: WakeRanks) -> RankAnswer:
+        """Wake the runner; returns the answer."""
+        rank = self._runner.tp.rank
         try:
-            self._runner.wake(message.epoch, message.timeout_s)
+            held = self._runner.wake(message.epoch, message.timeout_s)
         except Exception as error:
-            logger.exception("rank %d cannot wake", self._runner.tp.rank)
-            return f"{type(error).__name__}: {error}"
-        return ""
+            logger.exception("rank %d cannot wake", rank)
+            return RankAnswer(message.call, rank, error=f"{type(error).__name__}: {error}")
+        return RankAnswer(message.call, rank, kv=held)
