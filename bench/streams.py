@@ -52,7 +52,7 @@ class Streams:
             return
         self._ours.send("stop")
         body = json.dumps({"abort_all": True}).encode()
-        urllib.request.urlopen(f"{self._url}/abort_request", body, timeout=30).close()
+        urllib.request.urlopen(json_request(f"{self._url}/abort_request", body), timeout=30).close()
         assert self._ours.poll(QUIET_S), "the streams do not end"
         found = self._ours.recv()
         self._process.join()
@@ -76,6 +76,11 @@ class Streams:
             if after > start and before < end
         ]
         return max(gaps)
+
+
+def json_request(url: str, body: bytes) -> urllib.request.Request:
+    """Return a POST of JSON; without a type, urllib would name that of a form, which the server refuses."""
+    return urllib.request.Request(url, body, {"Content-Type": "application/json"})
 
 
 def state(url: str) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def _run(url: str, count: int, pipe: Connection) -> None:
                 params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
                 body = json.dumps({"input_ids": [*range(1, 65)], "sampling_params": params, "stream": True})
                 length = TOKENS
-                with urllib.request.urlopen(f"{url}/generate", body.encode()) as response:
+                with urllib.request.urlopen(json_request(f"{url}/generate", body.encode())) as response:
                     for line in response:
                         if line.startswith(b"data: {"):
                             mine.append(time.monotonic())

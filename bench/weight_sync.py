@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.streams import Spans, Streams
+from bench.streams import Spans, Streams, json_request
 from segue.distributed.info import TPInfo
 from segue.models import weight_map
 from segue.models.config import ModelConfig
@@ -135,9 +135,9 @@ def shared(url: str, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the answer to a GET, or with `body` to a POST; raise the text of an error answer."""
-    data = None if body is None else json.dumps(body).encode()
+    request = url if body is None else json_request(url, json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(url, data, timeout=START_S) as response:
+        with urllib.request.urlopen(request, timeout=START_S) as response:
             found: dict[str, Any] = json.load(response)
             return found
     except urllib.error.HTTPError as error:
