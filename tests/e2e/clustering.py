@@ -40,7 +40,8 @@ class Clustered:
 
     def serving(self) -> int:
         try:
-            return int(httpx.get(f"{self.url}/health", timeout=5).json().get("serving", 0))
+            workers = httpx.get(f"{self.url}/workers", headers=KEY, timeout=5).json()["workers"]
+            return sum(worker["serves"] for worker in workers)
         except httpx.HTTPError:  # the router is not there
             return 0
 
