@@ -188,13 +188,6 @@ def _names_of_weights(journal: PageJournal) -> list[bytes]:
     return [bytes(journal._memory[start + 24 : start + 40]) for start in starts]
 
 
-def publishes_behind_a_page_that_is_not_published(self: PagePublisher, step: int) -> None:
-    while self._computing and self._computing[0][0] <= step:
-        node = self._computing.popleft()[1]
-        if node.parent is not None and self._prefix.is_shared(node):
-            self._publish(node, node.parent.page, self._published.get(node.parent.page, 0))
-
-
 def keeps_hidden_pages(self: PrefixCache, node: Node) -> list[int]:
     _hide(self, node)
     return []
@@ -229,7 +222,6 @@ SEEDED: list[tuple[Any, str, Callable[..., Any]]] = [
     (PagePublisher, "inserted", publishes_at_the_launch),
     (WarmKV, "write", forgets_when_the_page_is_used_again),
     (PageJournal, "read", does_not_look_at_the_weights),
-    (PagePublisher, "applied", publishes_behind_a_page_that_is_not_published),
     (PrefixCache, "hide", keeps_hidden_pages),
     (PagePublisher, "forget_all", keeps_what_a_commit_forgets),
     (PageJournal, "mismatch", does_not_compare_the_memory),
@@ -239,7 +231,6 @@ SEEDED: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 TAKE_LONG = (
-    publishes_behind_a_page_that_is_not_published,
     keeps_hidden_pages,
     keeps_what_a_commit_forgets,
     does_not_rename_the_memory,

@@ -40,19 +40,18 @@ class KVMemory(dict[Entry, Value]):
         self.overwritten[-1].append((entry, self.get(entry)))
         super().__setitem__(entry, value)
 
-    def undo(self, num_ran: int, random: Random) -> None:
-        """Undo all but the first ``num_ran`` steps in flight; the next one may have run in part."""
-        steps = list(self.overwritten)
-        for index in reversed(range(num_ran, len(steps))):
-            is_partial = index == num_ran and random.random() < 0.5
-            for entry, old in reversed(steps[index]):
-                if is_partial and random.random() < 0.5:
+    def undo(self, num_ran: int, random: Random | None = None) -> None:
+        """Undo all but ``num_ran`` steps in flight; with ``random``, the next one may have run in part."""
+        is_partial = random is not None and random.random() < 0.5
+        while len(self.overwritten) > num_ran:
+            is_next = len(self.overwritten) == num_ran + 1
+            for entry, old in reversed(self.overwritten.pop()):
+                if is_next and is_partial and random is not None and random.random() < 0.5:
                     continue
                 if old is None:
                     self.pop(entry, None)
                 else:
                     super().__setitem__(entry, old)
-        self.overwritten.clear()
 
 
 class SharedMemory:
@@ -197,8 +196,10 @@ class WarmingSimulation(PausingSimulation):
         """
         num_bytes = int(torn * self.torn.num_bytes)
         self.torn.tear(num_bytes, random)
-        most = len(self.results) - (self.is_launching and num_bytes > 0)
-        self.shared.kv.undo(random.randint(0, most), random)
+        if self.is_launching and num_bytes:  # the last step came after these writes
+            self.shared.kv.undo(len(self.results) - 1)
+        self.shared.kv.undo(random.randint(0, len(self.shared.kv.overwritten)), random)
+        self.shared.kv.overwritten.clear()
         shared, first = self.shared, random.random() < 0.5
         shared.is_private = [memory == "private" and first, memory == "private" and not first]
         if memory == "used":
