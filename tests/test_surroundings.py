@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+
+from tests.support.child import start_child
 
 CHILD = """
 import os, signal
@@ -29,3 +32,13 @@ def test_a_background_job_behind_a_proxy_starts_children_with_default_settings()
     command = [sys.executable, "-c", textwrap.dedent(program)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert found.stdout.splitlines() == ["True", "True", "[]", "[]"], found.stderr
+
+
+def test_a_child_of_a_test_lives_on_when_the_thread_that_started_it_has_ended() -> None:
+    found: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(
+        target=lambda: found.append(start_child(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    )
+    thread.start()
+    thread.join()
+    assert found[0].communicate(b"alive", timeout=30) == (b"alive", None)

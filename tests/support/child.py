@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 from segue.cluster.processes import die_with
@@ -13,7 +15,7 @@ from segue.cluster.processes import die_with
 def start_child(
     command: Sequence[str | os.PathLike[str]], preexec_fn: Callable[[], object] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a process as `subprocess.Popen` does; the kernel kills it when the thread that starts it ends.
+    """Start a process as `subprocess.Popen` does; the kernel kills it when this process ends.
 
     A run of tests that is killed by SIGKILL ends no process by itself, and engines would go on for ever.
     """
@@ -24,4 +26,11 @@ def start_child(
         if preexec_fn is not None:
             preexec_fn()
 
-    return subprocess.Popen(command, preexec_fn=before, **options)
+    start = partial(subprocess.Popen, command, preexec_fn=before, **options)
+    return _starter(parent).submit(start).result()
+
+
+@cache
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as this process: with it the kernel kills the children it has started."""
+    return ThreadPoolExecutor(1, thread_name_prefix="start-child")
