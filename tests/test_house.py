@@ -22,7 +22,7 @@ WHOLE_ROOM = {
     "layers": {"layers"},
     "model_runner": {"deterministic", "tensor_parallel"},
     "models": {"tensor_parallel"},
-    "scheduler": {"host_cost", "properties"},
+    "scheduler": {"host_cost", "properties", "warm_kv_properties"},
     "server": {"bad_input", "cross_site", "fuzz", "overload", "pausing", "streams"},
     "trainer": {"ipv6"},
     "": {"house", "layering", "surroundings"},

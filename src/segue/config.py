@@ -377,7 +377,7 @@ class EngineConfig(Options):
         "auto",
         "Whose memory the KV cache of an engine that wakes is: 'gms': the memory service's, which hands it "
         "on to the next engine of the cohort; 'private': the engine's own; 'auto': 'gms' on CUDA with "
-        "--gms-dir, for engines that have no KV cache while they stand by.",
+        "--gms-dir, for engines that have no KV cache while they stand by, and with --warm-kv.",
     )
     fence_timeout_s: float = _failover(
         5.0,

@@ -4,6 +4,7 @@ import os
 import threading
 from pathlib import Path
 
+from segue.failover.lock import CohortLock
 from segue.failover.standby import count_standbys, has_standby, remove_unheld, sign_of
 from tests.support.shadows import wait_until
 
@@ -52,6 +53,20 @@ def test_the_files_of_engines_that_wait_no_more_are_deleted(tmp_path: Path) -> N
     assert has_standby(tmp_path, "default"), "the one that waits still does"
     waits.discard()
     assert files() == 0
+
+
+def test_the_locks_of_cohorts_are_left_alone_whatever_they_are_called(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    names = ["standby", "standby-1", "standby-west-coast", f"standby-{'0' * 8}-1"]
+    for name in names:
+        lock = CohortLock(tmp_path, name)
+        lock.acquire()
+        assert lock.claim("a", "http://127.0.0.1:1", 6) == 7
+        lock.release()
+    remove_unheld(tmp_path)
+    for name in names:
+        note = CohortLock(tmp_path, name).note()
+        assert note is not None and note.epoch == 7, "the epoch that was claimed is still known"
 
 
 def test_a_file_that_is_deleted_while_somebody_opens_it_is_made_anew(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from segue.gms.client import GmsClient
 from segue.gms.manifest import WeightsManifest
 from segue.memory.memfd import MemfdVMM
 from segue.memory.window import MemoryWindow
-from tests.gms.running import SLAB, manifest, refusal, running, target, until
+from tests.gms.running import DEADLINE_S, SLAB, manifest, refusal, running, target, until
 from tests.support.child import start_child
 
 POINTS = ("1%", "50%", "99%", "flip", "commit")  # where a loader dies
@@ -239,6 +239,21 @@ def test_notices_come_to_a_thread_that_waits_for_them(directory: Path) -> None:
         shadow.close()
         thread.join(30)
         assert ended == [True]
+
+
+def test_a_connection_that_is_given_up_has_ended_for_all(directory: Path) -> None:
+    """A call has had no answer in time. Who waits for notices must see it, so as to connect again."""
+    client = target(directory)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(client.take_notices()), daemon=True)
+    thread.start()
+    with target(directory, tag="watch") as other:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "it waits")
+        client._lost("as if it had not answered in time")
+        until(lambda: len(other.status()["sessions"]) == 1, "the service sees the end")
+    thread.join(DEADLINE_S)
+    assert found == [False]
 
 
 def test_an_update_makes_a_generation_beside_the_current_one(directory: Path) -> None:

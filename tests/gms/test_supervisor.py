@@ -85,6 +85,38 @@ def test_a_child_that_was_stopped_is_killed_and_nothing_is_lost(tmp_path: Path) 
     assert process.returncode == 0
 
 
+DIES_WHILE_IT_IS_ASKED = """
+import os, signal, sys
+from segue.errors import MemoryServiceError
+from segue.gms.config import GmsConfig
+from segue.gms.supervisor import AnswerRules, GmsSupervisor
+config = GmsConfig(gms_dir=sys.argv[1], devices="cpu", on_child_exit="restart")
+rules = AnswerRules(period_s=0.1, max_failures=1, start_s=0)
+supervisor = GmsSupervisor(config, "restart", rules)
+
+def check():
+    supervisor._checks["serve"] = lambda: None
+    pid = supervisor._children["serve"].process.pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    raise MemoryServiceError("it does not answer")
+
+supervisor._checks = {"hold": lambda: None, "serve": check}
+sys.exit(supervisor.run())
+"""
+
+
+def test_a_child_that_ends_while_it_is_asked_is_started_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DIES_WHILE_IT_IS_ASKED, str(tmp_path / "d")]
+    process = start_child(command, start_new_session=True)
+    try:
+        assert load(tmp_path / "d")
+        assert process.poll() is None
+    finally:
+        end(process)
+    assert process.returncode == 0
+
+
 def num_memfds(pid: int | None) -> int:
     if pid is None:
         return 0

@@ -63,6 +63,7 @@ class SharedMemory:
         self.names = [memoryview(bytearray(NAME_BYTES)) for _ in range(2)]  # each rank's journal, or its head
         self.is_fresh = [True, True]
         self.is_private = [False, False]  # whether a rank of the next engine gets memory of its own
+        self.epoch = 0  # of the last engine
         self.generation = 0  # that the service has; an engine may serve the one before for a moment
 
 
@@ -92,12 +93,13 @@ class WarmingSimulation(PausingSimulation):
     def wake(self) -> None:
         """Adopt what the engine before has left, and check that it is what it is said to be."""
         shared = self.shared
+        shared.epoch += 1
         self.warm.await_ranks(7)
         for rank in range(2):
             held = None
             if not shared.is_private[rank]:
                 before, now = renew_name(shared.names[rank])
-                held = HeldKV(before.hex(), now.hex(), shared.is_fresh[rank])
+                held = HeldKV(before.hex(), now.hex(), shared.is_fresh[rank], shared.epoch)
                 shared.is_fresh[rank] = False
             self.warm.on_answer(RankAnswer(call=7, rank=rank, kv=held))
         self.adopted = self.shared_pages()

@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_wake_says_why(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_rank_that_has_woken_says_which_kv_memory_it_has() -> None:
     rank = Rank()
-    rank.held_kv = held = HeldKV("abc", "def", False)
+    rank.held_kv = held = HeldKV("abc", "def", False, 3)
     assert answers_of(rank, WakeRanks(3, 0.0)) == [RankAnswer(3, 0, "", held)]
     rank.error = MemoryError()
     assert answers_of(rank, WakeRanks(4, 0.0)) == [RankAnswer(4, 0, "MemoryError: ")]

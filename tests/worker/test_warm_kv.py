@@ -31,7 +31,7 @@ class Kept:
     def __init__(self) -> None:
         self.journal = bytearray(journal_bytes(NUM_PAGES, PAGE_SIZE))
         self.kv: dict[Any, Any] = {}
-        self.held: list[HeldKV | None] = [HeldKV("", "a1", True), HeldKV("", "b1", True)]
+        self.held: list[HeldKV | None] = [HeldKV("", "a1", True, 1), HeldKV("", "b1", True, 1)]
 
     def published(self) -> set[int]:
         return {record.page for record in self.open().read(WEIGHTS, VOCAB).records}
@@ -100,7 +100,9 @@ class WarmClient(Client):
         self.close()
         self.close_sockets()
         assert find_problems(self.loop.scheduler) == []
-        self.kept.held = [each and HeldKV(each.now, f"{each.now}+", False) for each in self.kept.held]
+        self.kept.held = [
+            each and HeldKV(each.now, f"{each.now}+", False, each.epoch + 1) for each in self.kept.held
+        ]
 
 
 Start = Callable[[], WarmClient]
@@ -139,6 +141,24 @@ def test_a_successor_goes_on_with_the_pages_of_the_engine_before(kept: Kept, sta
     second.end()
 
 
+def test_pages_of_an_engine_that_is_not_the_last_one_are_left_alone(kept: Kept, start: Start) -> None:
+    """The one in between had memory of its own. If its clients have flushed the cache, nothing comes back."""
+    first = start()
+    first.wake()
+    first.generate("a", PROMPT)
+    first.end()
+    kept.held = [each and msgspec.structs.replace(each, epoch=each.epoch + 1) for each in kept.held]
+    third = start()
+    third.wake()
+    assert third.loop.scheduler.totals.warm_refused == "memory" and not kept.published()
+    assert third.generate("a", PROMPT).cached_tokens == 0
+    third.end()
+    fourth = start()
+    fourth.wake()
+    assert fourth.loop.scheduler.totals.warm_pages == 10
+    fourth.end()
+
+
 def test_a_page_is_forgotten_before_a_step_writes_to_it(kept: Kept, start: Start) -> None:
     client = start()
     client.wake()
@@ -174,7 +194,7 @@ def test_the_test_request_neither_uses_nor_changes_the_cache(kept: Kept, start: 
 def test_without_memory_of_the_service_the_cache_begins_empty(
     kept: Kept, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept.held = [HeldKV("a1", "a2", False), None]
+    kept.held = [HeldKV("a1", "a2", False, 2), None]
     client = start()
     with caplog.at_level("INFO"):
         client.wake()

@@ -88,6 +88,7 @@ def ready(
     ] = False,
 ) -> None:
     """Exit with 0 if the memory service answers for every one of its devices; a probe can run this."""
+    from segue.gms import messages as wire
     from segue.gms.readiness import check_holder, check_service
 
     if holder:
@@ -95,7 +96,8 @@ def ready(
         typer.echo("ready: the holder of descriptors")
         return
     devices = check_service(config.gms_dir, config.gms_token, timeout_s)
-    typer.echo(f"ready: {', '.join(devices)}")
+    full = f"all of its {wire.MAX_SESSIONS} sessions are in use"
+    typer.echo(f"ready: {', '.join(devices) or full}")
 
 
 @gms_app.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 from segue.failover.lock import CohortLock
 
 _NAME = "standby-"
+_HASH = "[0-9a-f]" * 8  # as a pattern of file names; names of cohorts may begin with "standby-", too
 
 
 def sign_of(directory: Path, cohort: str, engine_id: str) -> CohortLock:
@@ -26,7 +27,7 @@ def count_standbys(directory: Path, cohort: str) -> int:
 
 def remove_unheld(directory: Path) -> None:
     """Delete the files of engines, of whatever cohort, that wait no more."""
-    _count_held(directory, _NAME)
+    _count_held(directory, f"{_NAME}{_HASH}-")
 
 
 def has_standby(directory: Path, cohort: str) -> bool:
@@ -35,9 +36,9 @@ def has_standby(directory: Path, cohort: str) -> bool:
 
 
 def _count_held(directory: Path, prefix: str) -> int:
-    """Return how many locks with such names are held; the files of the others are deleted."""
+    """Return how many locks whose names begin so are held; the files of the others are deleted."""
     num_held = 0
-    for path in directory.glob(f"{prefix}*.lock"):
+    for path in directory.glob(f"{prefix}{_HASH}.lock"):
         lock = CohortLock(directory, path.name.removesuffix(".lock"))
         if lock.try_acquire():
             lock.discard()
@@ -47,5 +48,5 @@ def _count_held(directory: Path, prefix: str) -> int:
 
 
 def _prefix(cohort: str) -> str:
-    """Returns how the names of these locks begin; no cohort's name is as long."""
+    """Returns how the names of these locks begin."""
     return f"{_NAME}{zlib.crc32(cohort.encode()):08x}-"

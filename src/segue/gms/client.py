@@ -474,6 +474,8 @@ class GmsClient:
 
     def _lost(self, error: object) -> MemoryServiceError:
         """Return the error of a connection that is of no use any more, and close it."""
+        with suppress(OSError):  # else the service, and a thread that waits for notices, see no end
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         text = f"the connection to the memory service in {self.target.directory} has ended ({error})"
         lost = MemoryServiceError(f"{text}; see its log, and start it again if it does not run")

@@ -40,7 +40,7 @@ from segue.gms.session import GmsSession
 from segue.gms.transport import GmsFrameError, close
 from segue.logs import logger
 from segue.memory.memfd import GRANULARITY, MemfdVMM
-from segue.sizes import round_up
+from segue.sizes import ceil_div, round_up
 
 if TYPE_CHECKING:
     from segue.gms.service import MemoryService
@@ -232,6 +232,11 @@ class KVLeases:
             MemoryServiceError: there would be too many slabs.
         """
         store, pool, slab = self._service.store, shape.pool_bytes, shape.slab_bytes
+        if (count := ceil_div(pool, slab)) > wire.MAX_SLABS:  # a list of so many would keep others waiting
+            text = (
+                f"a set of {count} slabs of {slab} bytes would exceed {wire.MAX_SLABS}, which the service has"
+            )
+            raise MemoryServiceError(f"{text} at most; use larger slabs")
         sizes = [min(slab, pool - start) for start in range(0, pool, slab)]
         slabs = await store.create(shape.device, sizes)
         journal: int | None = None

@@ -17,7 +17,9 @@ PROBE = "ready"  # the engine's name in the sessions of probes
 
 
 def check_service(directory: str, token: str | None, timeout_s: float) -> list[str]:
-    """Return the devices of the service, each of which admits a client.
+    """Return the devices that the service serves; none if all of its sessions are in use: it answers, too.
+
+    The probe only looks: a session of an engine would be an event each time, and count as one of a cohort.
 
     Raises:
         MemoryServiceError: it does not answer within ``timeout_s`` seconds, or refuses a client.
@@ -30,19 +32,13 @@ def check_service(directory: str, token: str | None, timeout_s: float) -> list[s
         connect_s=timeout_s,
         reply_s=timeout_s,
     )
-    with GmsClient(target) as client:
-        devices = client.opened.devices
-    for device in devices:
-        own = GmsTarget(
-            directory=directory,
-            device=device,
-            token=token,
-            engine=PROBE,
-            connect_s=timeout_s,
-            reply_s=timeout_s,
-        )
-        GmsClient(own).close()
-    return devices
+    try:
+        with GmsClient(target) as client:
+            return client.opened.devices
+    except MemoryServiceError as error:
+        if error.code != "limit":
+            raise
+        return []
 
 
 def check_holder(directory: str, timeout_s: float) -> None:

@@ -91,6 +91,9 @@ class GmsSupervisor:
 
     def _wait(self, seconds: float) -> str | None:
         """Return the command of a child that has ended; None: none has within so many seconds."""
+        for command, child in self._children.items():
+            if child.process.returncode is not None:  # it had ended when it was to be killed
+                return command
         poll = select.poll()
         files = {os.pidfd_open(child.process.pid): command for command, child in self._children.items()}
         try:

@@ -124,7 +124,7 @@ class PageJournal:
 
         Args:
             facts: the name of all that two engines must have in common to use each other's pages.
-            memory: the name of the KV memory of all ranks.
+            memory: the name of the KV memory of all ranks, and of the engine that has it.
         """
         self._write(_CHECKSUM_AT, bytes(8))
         self._clear()

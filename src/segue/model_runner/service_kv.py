@@ -56,7 +56,7 @@ class ServiceKVMemory(ReleasableMemory):
         )
         held.window.clear()
         try:
-            self._take_journal(grant)
+            self._take_journal(grant, epoch)
             start = 0
             for size, descriptor in zip(grant.sizes, grant.descriptors, strict=True):
                 slab = self._vmm.adopt(descriptor, size)
@@ -76,7 +76,7 @@ class ServiceKVMemory(ReleasableMemory):
         what = "fresh" if grant.is_fresh else "of the engine before"
         logger.info("KV cache: %s of the memory service, %s", gib(held.window.size), what)
 
-    def _take_journal(self, grant: KVGrant) -> None:
+    def _take_journal(self, grant: KVGrant, epoch: int) -> None:
         """Map the journal, and give the memory, to which this engine will write, another name.
 
         So no journal describes the memory of a rank that was leased without that of the others.
@@ -87,4 +87,4 @@ class ServiceKVMemory(ReleasableMemory):
         mapped.madvise(mmap.MADV_DONTFORK)  # as the KV memory itself, it is this process's alone
         self.kv_journal = memoryview(mapped)
         before, now = renew_name(self.kv_journal)
-        self.held_kv = HeldKV(before=before.hex(), now=now.hex(), is_fresh=grant.is_fresh)
+        self.held_kv = HeldKV(before=before.hex(), now=now.hex(), is_fresh=grant.is_fresh, epoch=epoch)

@@ -1,8 +1,8 @@
 """Warm KV on rank 0: it adopts the pages that a dead engine has left, and keeps a journal of its own.
 
-Nothing is adopted unless everything is proved: the KV memory of every rank is what the engine before it wrote
-to, nobody writes to it any more, and the journal says with which weights, and for which tokens. Otherwise the
-prefix cache begins empty, as without warm KV.
+Nothing is adopted unless everything is proved: the KV memory of every rank is what the engine of the epoch
+before wrote to, nobody writes to it any more, and the journal says with which weights, and for which tokens.
+Otherwise the prefix cache begins empty, as without warm KV.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class WarmKV:
 
     def _adopt(self, journal: PageJournal, held: Sequence[HeldKV]) -> ColdReason | None:
         """Adopt pages, or begin an empty journal; returns why nothing could be adopted, None: it was."""
-        before, now = name_of(*(each.before for each in held)), name_of(*(each.now for each in held))
+        # An engine in between may have had memory of its own: what clients flushed there must not come back.
+        epoch = held[0].epoch
+        before = name_of(epoch - 1, *(each.before for each in held))
+        now = name_of(epoch, *(each.now for each in held))
         journal.weights = name_of(self._name_weights())
         reason: ColdReason | None = "fresh"
         if not any(each.is_fresh for each in held):
@@ -145,7 +148,7 @@ _WHY: dict[ColdReason, str] = {
     "fresh": "its memory is new, or that of a rank is",
     "journal": "the engine before has left no journal that is whole",
     "facts": "the engine before had other options, or another version",
-    "memory": "the memory of a rank was another engine's, or an engine had it that could not wake",
+    "memory": "it is not what the engine of the epoch before wrote to, or that one could not wake",
     "weights": "the engine before has computed it with other weights",
     "empty": "the engine before has left none",
 }
