@@ -91,6 +91,7 @@ def test_servers_that_run_and_servers_that_are_started_get_the_same_load(
     assert set(found["saturation_per_s"]) == {"runs", "started"}
 
 
+@pytest.mark.slow
 def test_an_arm_that_is_added_gets_the_load_of_those_that_are_there(
     results: Path, server: LiveServer
 ) -> None:

@@ -55,6 +55,8 @@ def writers_of_kv(pod: PodProcess) -> set[int]:
     return found
 
 
+@pytest.mark.slow  # `test_warm_kv` hands memory on, and `test_failover` has streams of every kind
+@pytest.mark.timeout(300)
 def test_the_memory_of_a_killed_engine_is_its_successors_and_no_client_notices(
     pod: PodProcess, wait_until: WaitUntil
 ) -> None:

@@ -150,8 +150,8 @@ class SchedulerLoop:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
         self._throughput.add(len(output.tokens), time.monotonic())
+        self._write_journal()  # before the reply: nobody adopts what has failed if this engine dies now
         self._send(output)
-        self._write_journal()
         self._advance()
 
     def _write_journal(self) -> None:

@@ -152,7 +152,11 @@ class NixlAgent:
             regions = [(data.data_ptr(), data.nbytes, self._device, "")]
             memory = self._agent.register_memory(regions, self._memory)
             own = self._describe(data.data_ptr(), num_pieces, piece_bytes, self._device)
-            pieces = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, self._memory)
+            try:
+                pieces = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, self._memory)
+            except BaseException:
+                self._agent.deregister_memory(memory)  # torch is about to free it
+                raise
             return StagedPieces(data=data, pieces=pieces, memory=memory)
 
     def unstage(self, staged: StagedPieces) -> None:
