@@ -68,20 +68,19 @@ SETUPS = (
 
 
 def shortened() -> Iterator[Any]:
-    """Yields the setups: the short run has the plain one, and some prompts of the one with the most stress.
+    """Yields the setups: the short run has some prompts of the plain one and of the one with the most stress.
 
     Of its long prompts, which take most of the time, that run has two.
     The slow run has every setup with all prompts.
     """
-    plain, *stressed = SETUPS
-    yield pytest.param(plain, id=plain.name)
-    for setup in stressed:
-        if setup.preempts and setup.caches and not setup.options.get("enable_laps_scheduler"):
-            few = [
-                case
-                for index, case in enumerate(CASES)
-                if case.name in LONG or (index % 3 != 2 and len(case.prompt_ids) < 100)
-            ]
+    few = [
+        case
+        for index, case in enumerate(CASES)
+        if case.name in LONG or (index % 3 != 2 and len(case.prompt_ids) < 100)
+    ]
+    for setup in SETUPS:
+        is_stressed = setup.preempts and setup.caches and not setup.options.get("enable_laps_scheduler")
+        if setup is SETUPS[0] or is_stressed:
             yield pytest.param(replace(setup, cases=few), id=setup.name)
         yield pytest.param(setup, id=f"{setup.name}-all", marks=pytest.mark.slow)
 

@@ -215,7 +215,7 @@ def test_a_room_is_used_once(pair: Pair) -> None:
         pair.prefill.generate("x", greedy(5), **where)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_engines_of_several_ranks(tiny_model: Path, sizes: tuple[int, int]) -> None:
     """Each rank sends its heads of each page to the ranks that need them."""
     pair = Pair(tiny_model, tp=sizes)

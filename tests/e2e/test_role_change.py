@@ -16,7 +16,7 @@ from tests.e2e.test_handover import Pair, greedy, ids
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
 def pair(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(tiny_model, tp=(request.param, request.param), deterministic=request.param == 1)
     yield pair

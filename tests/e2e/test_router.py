@@ -137,7 +137,9 @@ def text_of(lines: list[str]) -> str:
     return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
 
 
-@pytest.mark.parametrize("roles", [("both", "both"), ("prefill", "decode", "decode")])
+@pytest.mark.parametrize(
+    "roles", [("both", "both"), pytest.param(("prefill", "decode", "decode"), marks=pytest.mark.slow)]
+)  # `test_fleet_faults` kills engines of pairs
 def test_a_stream_goes_on_where_a_killed_engine_was(tiny_model: Path, roles: tuple[str, ...]) -> None:
     options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
     body = {

@@ -80,7 +80,7 @@ def expected(tiny_model: Path) -> list[list[int]]:
         return tokens(engine)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_engines_read_one_copy_of_the_weights(
     tiny_model: Path, tmp_path: Path, expected: list[list[int]], tp: int
 ) -> None:
