@@ -23,7 +23,6 @@ TINY = Mixture(
 )
 
 
-@pytest.mark.slow
 def test_a_served_engine_finds_the_history_in_its_cache_and_counts_its_steps(tmp_path: Path) -> None:
     tiny.save_llama(tmp_path)
     options = ["--device", "cpu", "--load-format", "dummy", "--num-kv-tokens", "4096"]

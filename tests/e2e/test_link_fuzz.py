@@ -216,7 +216,6 @@ def test_what_a_decode_engine_says_wrongly_costs_its_connection_alone(server: Pr
     assert server.resident_mib - before < BOUND_MIB
 
 
-@pytest.mark.slow
 def test_claims_of_requests_that_never_come_are_bounded(server: PrefillServer) -> None:
     before = server.resident_mib
     with server.open() as peer:

@@ -87,7 +87,6 @@ def started() -> Iterator[Started]:
             process.terminate()
 
 
-@pytest.mark.slow
 def test_the_shown_commands_send_the_trained_weights(started: Started, tmp_path: Path) -> None:
     train, register, sync = re.findall(r"curl .*?\n(?:    .*\n)*", started.shown)
     assert register == started.with_ports(REGISTER.replace('"world_size": 4', '"world_size": 1'))
