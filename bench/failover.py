@@ -89,7 +89,7 @@ def one_kill(
     for thread in threads:
         thread.start()
     begun = rng.randint(2, max(2, tokens // 2))
-    while not all(len(reply.times) >= begun or reply.error for reply in replies):
+    while not all(reply.num_tokens >= begun or reply.error for reply in replies):
         time.sleep(0.001)
     times = pod.kill_serving(part)
     for thread in threads:

@@ -114,9 +114,12 @@ def resident(pid: str = "self", ranges: list[tuple[int, int]] | None = None) -> 
     return total
 
 
-def test_twenty_cycles_change_no_token_and_give_the_memory_back(engine: segue.Engine, model: Path) -> None:
+@pytest.mark.parametrize("num_cycles", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_cycles_change_no_token_and_give_the_memory_back(
+    engine: segue.Engine, model: Path, num_cycles: int
+) -> None:
     before, seen = tokens(engine, 4), list[int]()
-    for cycle in range(20):
+    for cycle in range(num_cycles):
         held = resident()
         released = engine.release_memory_occupation()
         assert released["tags"] == ["kv_cache", "weights"] and engine.is_sleeping()

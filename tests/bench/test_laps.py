@@ -65,6 +65,7 @@ def arguments(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**(short | given))
 
 
+@pytest.mark.slow
 def test_servers_that_run_and_servers_that_are_started_get_the_same_load(
     results: Path, server: LiveServer, model: Path
 ) -> None:

@@ -97,7 +97,11 @@ def workers_of(engine: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("killed", [("serve",), ("serve", "hold")], ids=["service", "service and holder"])
+@pytest.mark.parametrize(
+    "killed",
+    [("serve",), pytest.param(("serve", "hold"), marks=pytest.mark.slow)],
+    ids=["service", "service and holder"],
+)
 def test_no_client_notices_the_end_of_the_memory_service_and_then_that_of_the_engine(
     pod: PodProcess, wait_until: WaitUntil, killed: tuple[str, ...]
 ) -> None:

@@ -383,7 +383,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRuns]:
 @pytest.mark.parametrize(
     ("stage", "server", "fault"),
     [
-        ("granted", "d0", "SIGSTOP, at last SIGKILL"),
+        pytest.param("granted", "d0", "SIGSTOP, at last SIGKILL", marks=pytest.mark.slow),
         ("pushing", "p0", "SIGKILL"),
         ("decoding", "router", "SIGKILL"),
     ],

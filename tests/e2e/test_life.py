@@ -12,12 +12,17 @@ import pytest
 
 from tests.conftest import WaitUntil
 from tests.e2e.served import STORY, Client, greedy, serve
+from tests.support.tiny_model import write_model
+
+COUNT = 1500  # tokens; such a model makes one or two thousand per second
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Yields a client of a server with a drain period; the last test ends that server."""
-    with serve("--dtype", "float32", "--ping-s", "1.5", "--drain-s", "30") as served:
+    model = write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+    options = [f"--model={model}", "--load-format=dummy", "--dtype", "float32"]
+    with serve(*options, "--ping-s", "1.5", "--drain-s", "30") as served:
         client = Client(served)
         yield client
         client.close()
@@ -26,9 +31,9 @@ def client() -> Iterator[Client]:
 def test_a_stopped_worker_is_reported_and_continues_where_it_stopped(
     client: Client, wait_until: WaitUntil
 ) -> None:
-    whole = client.generate(STORY, greedy(60))
+    whole = client.generate(STORY, greedy(COUNT))
     (worker,) = client.served.workers()
-    stream = client.stream(STORY, greedy(60))
+    stream = client.stream(STORY, greedy(COUNT))
     stream.wait(5)
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -51,8 +56,8 @@ def test_a_stopped_worker_is_reported_and_continues_where_it_stopped(
 
 
 def test_sigterm_lets_running_answers_finish(client: Client) -> None:
-    stream = client.stream(STORY, greedy(60))
-    reply = client.start(STORY, greedy(60))
+    stream = client.stream(STORY, greedy(COUNT))
+    reply = client.start(STORY, greedy(COUNT))
     stream.wait(5)
     client.served.process.send_signal(signal.SIGTERM)
     while True:
@@ -64,5 +69,5 @@ def test_sigterm_lets_running_answers_finish(client: Client) -> None:
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
     for ended in (stream.result(), reply.result(30)):
         assert ended["meta_info"]["finish_reason"]["type"] == "length"
-        assert len(ended["output_ids"]) == 60
+        assert len(ended["output_ids"]) == COUNT
     assert client.served.process.wait(5) == 0

@@ -16,6 +16,7 @@ import pytest
 from msgspec import structs
 
 from segue.disagg import frames
+from segue.disagg.offer import MAX_EARLY_CLAIMS
 from segue.errors import short_repr
 from segue.messages.kv import (
     Bye,
@@ -219,11 +220,13 @@ def test_what_a_decode_engine_says_wrongly_costs_its_connection_alone(server: Pr
 def test_claims_of_requests_that_never_come_are_bounded(server: PrefillServer) -> None:
     before = server.resident_mib
     with server.open() as peer:
-        for number in range(20_000):
+        for number in range(3 * MAX_EARLY_CLAIMS):
             peer.send(Claim(handoff=number + 10, rid="r" * 200, num_tokens=3, prompt_hash=bytes(32)))
         while isinstance(first := frames.decode(peer.body()), Ping):
             pass
-        assert isinstance(first, Gone) and first.reason == "unknown", "4096 claims wait, and no more"
+        assert isinstance(first, Gone) and first.reason == "unknown", (
+            f"{MAX_EARLY_CLAIMS} claims wait, and no more"
+        )
     server.check_serves()
     assert server.resident_mib - before < BOUND_MIB
     assert server.served.state()["handover"]["offers"] == {}

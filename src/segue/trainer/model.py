@@ -41,7 +41,9 @@ class TrainedModel:
         self._tokenizer: Any = None
         if source.tokenizer_directory is not None:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(source.tokenizer_directory)
-            self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+            if self._tokenizer.pad_token is None:  # padding is masked, so any token will do
+                any_token = self._tokenizer.convert_ids_to_tokens(0)
+                self._tokenizer.pad_token = self._tokenizer.eos_token or any_token
 
     def train_step(self, texts: Sequence[str]) -> float:
         """Run one optimizer step on the likelihood of whole texts; returns their mean loss before the step.
