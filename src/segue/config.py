@@ -181,6 +181,13 @@ class EngineConfig(Options):
         "queue",
         "What requests do that arrive during a pause: 'queue': they wait; 'reject': they are answered 503.",
     )
+    weight_receive_share: float = _scheduling(
+        0.15,
+        "Greatest share of the time that NCCL may take for receiving new weights while requests run, whoever "
+        "sends them; 1: no limit.",
+        minimum=0.01,
+        maximum=1.0,
+    )
     weight_recv_requires_pause: bool = _scheduling(
         False,
         "Refuse to receive weights while generation runs: for devices where NCCL cannot do both at once.",

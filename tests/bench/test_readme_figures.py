@@ -96,8 +96,6 @@ def test_readme_states_how_many_prompts_make_test_compares() -> None:
     setups = [(len(each.values[0].cases), bool(each.marks)) for each in test_correctness.shortened()]
     assert [prompts for prompts, is_slow in setups if not is_slow] == [9, 18]
     assert [prompts for prompts, is_slow in setups if is_slow] == [30] * 7
-    assert (
-        "every token of 18 prompts" in README
-        and "and 9 of them" in README
-        and "30 prompts in seven setups" in README
-    )
+    text = " ".join(README.split())
+    assert "every token of 18 prompts" in text and "and 9 of them" in text
+    assert "30 prompts in seven setups" in text

@@ -24,6 +24,7 @@ from segue.options import parse_list
 from segue.weight_update.served import ServedWeights
 
 NUM_RECENT = 8  # steps that others can queue work behind; at most 2 are in flight
+GENERATING_S = 0.1  # the time without a step after which the engine counts as not generating
 
 
 class ModelRunner:
@@ -59,6 +60,7 @@ class ModelRunner:
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
         self._stream.submit(partial(_run_steps, rest, len(steps), report)).result()
         self._executor = made.executor
+        self._last_step_at = float("-inf")  # when a step was submitted
         self._recent: dict[int, ForwardOutput] = {}  # the last NUM_RECENT steps
         self.kv, self.kv_descriptor = made.kv, made.memory.kv_descriptor
         self.model, self.memory = made.model, made.memory
@@ -77,6 +79,7 @@ class ModelRunner:
         A step may be submitted before the result of the previous one is read: its decode rows read their
         input tokens where the previous step writes them.
         """
+        self._last_step_at = time.monotonic()
         output = ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
         self._recent[plan.step] = output
         self._recent.pop(plan.step - NUM_RECENT, None)
@@ -124,6 +127,8 @@ class ModelRunner:
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),
             headroom=made.headroom,
+            receive_share=config.weight_receive_share,
+            is_generating=lambda: time.monotonic() - self._last_step_at < GENERATING_S,
         )
 
     def on_stream(self, work: Callable[[], Result]) -> Result:

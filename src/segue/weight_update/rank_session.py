@@ -27,6 +27,7 @@ from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.base import plan, receive_buffer_size
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
+from segue.weight_update.transport.pace import ReceivePace
 from segue.weight_update.transport.receiver import Receiver
 
 Fields = dict[str, Any]
@@ -277,6 +278,7 @@ class RankSession:
             on_progress=self._on_progress,
             on_done=self._on_done,
             gloo_timeout_s=command.gloo_timeout_s,
+            pace=ReceivePace(self._served.receive_share, self._served.is_generating),
         )
 
     def _answer_receive(self, errors: Sequence[str] = ()) -> None:

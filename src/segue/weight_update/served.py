@@ -37,6 +37,8 @@ class ServedWeights:
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
+    receive_share: float = 1.0  # of the time, that NCCL's kernels may take while steps run
+    is_generating: Callable[[], bool] = lambda: False  # whether steps run at present
     # Checkpoint names of tensors that have not been sent since the memory of the weights was released.
     missing: set[str] = field(default_factory=set)
 

@@ -22,6 +22,7 @@ from segue.weight_update.transport.base import ReceiveSpec, plan
 from segue.weight_update.transport.group import ANNOUNCED_KEY, REGISTERED_KEY, JoinedGroup, prefixed
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.nccl import NcclReceive
+from segue.weight_update.transport.pace import ReceivePace
 from tests.conftest import WaitUntil
 from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, assert_received, manifest
 
@@ -136,6 +137,7 @@ def receive_from(group: Store, num_buckets: int = 2) -> NcclReceive:
     receiving._received_events = receiving._copied_events = [None] * 32
     receiving._receive_stream = receiving._copy_stream = Stream()
     receiving._in_flight, receiving._is_waiting, receiving._registered = deque(), False, None
+    receiving._pace = ReceivePace()
     found: NcclReceive = receiving
     return found
 
@@ -182,6 +184,36 @@ def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) 
     assert session.calls == ["ready"] + [
         f"{what} {each.bucket}" for each in broadcasts for what in ("received", "stored")
     ]
+
+
+class NotedPace(ReceivePace):
+    """Notes what it is told."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.told: list[str] = []
+
+    def posted(self, num_bytes: int) -> None:
+        self.told.append("posted")
+        super().posted(num_bytes)
+
+    def drained(self) -> None:
+        self.told.append("drained")
+        super().drained()
+
+
+def test_beside_requests_each_slice_ends_before_the_next_one_begins(
+    trainer: Any, joined: JoinedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segue.weight_update.transport.pace.SLICE_BYTES", 0)  # each broadcast is a slice
+    sink, pace = Kept(), NotedPace(0.5, lambda: True)
+    broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
+    thread, raised = in_thread(NcclReceive(joined, broadcasts, sink, pace=pace), Observer())
+    trainer.send(joined.group, BUCKETS, flattened=True)
+    thread.join(20)
+    assert not raised
+    assert_received(sink.tensors, BUCKETS)
+    assert pace.told == ["posted", "drained"] * len(broadcasts)
 
 
 @pytest.mark.parametrize("flattened", [False, True])

@@ -23,6 +23,7 @@ from segue.weight_update.transport.base import (
     views,
 )
 from segue.weight_update.transport.group import JoinedGroup
+from segue.weight_update.transport.pace import ReceivePace
 
 # Broadcasts that may be in flight on the CUDA stream: enough that small tensors do not wait for this thread's
 # polling, too few to fill the device's launch queue.
@@ -35,7 +36,7 @@ class NcclReceive:
 
     All device memory is allocated before the first receive. If the trainer announces its buckets (see
     `JoinedGroup.is_announced`), no receive is queued before its bucket is announced: a waiting NCCL kernel
-    would keep SMs of the device from the steps.
+    would keep SMs of the device from the steps. For the same reason ``pace`` limits what is queued.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class NcclReceive:
         sink: Sink | None,
         *,
         registered: bool = False,
+        pace: ReceivePace | None = None,
     ) -> None:
         """``sink``: None drops all tensors; ``registered``: receive into buffers registered with NCCL."""
         self._group, self._broadcasts = group, broadcasts
+        self._pace = pace or ReceivePace()
         device = group.device
         # Allocated from the default stream's memory pool, where the next session finds the memory again.
         default = torch.cuda.default_stream(device)
@@ -109,6 +112,7 @@ class NcclReceive:
                 self._stores[index]()
                 copied.record(self._copy_stream)
             self._in_flight.append((broadcast, copied))
+            self._pace.posted(broadcast.num_bytes)
         self._poll_until(session, lambda: not self._in_flight)
 
     def wait_idle(self) -> None:
@@ -133,8 +137,11 @@ class NcclReceive:
         return True
 
     def _can_queue(self, broadcast: ReceiveSpec) -> bool:
-        """Whether the next broadcast may be queued: few enough are in flight, and its bucket is announced."""
-        if len(self._in_flight) == _AHEAD:
+        """Whether the next broadcast may be queued.
+
+        Few enough are in flight, the pace allows it, and its bucket is announced.
+        """
+        if len(self._in_flight) == _AHEAD or not self._pace.may_post(broadcast.num_bytes):
             return False
         self._is_waiting = True
         return self._group.is_announced(broadcast.bucket)
@@ -146,6 +153,8 @@ class NcclReceive:
         while not condition():
             if self._in_flight and self._in_flight[0][1].query():
                 broadcast, _ = self._in_flight.popleft()
+                if not self._in_flight:
+                    self._pace.drained()
                 session.received(broadcast)
                 session.stored(broadcast)
                 pause_s = _POLL_S[0]

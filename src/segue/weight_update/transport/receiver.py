@@ -22,6 +22,7 @@ from segue.weight_update.transport.base import ReceiveSpec, Sink, plan
 from segue.weight_update.transport.gloo import GlooReceive
 from segue.weight_update.transport.group import FOREVER, JoinedGroup
 from segue.weight_update.transport.nccl import NcclReceive
+from segue.weight_update.transport.pace import ReceivePace
 
 _RELEASE_POLL_S = 0.02
 _LINK_POLL_S = 0.2
@@ -48,6 +49,7 @@ class Receiver:
     on_done: Callable[[str | None], None]  # once, as the last one, with the error if there is one
     # After this time gloo gives up a receive; it is later than all deadlines.
     gloo_timeout_s: float = FOREVER.total_seconds()
+    pace: ReceivePace | None = None  # over NCCL; None: as fast as the trainer sends
 
     def __post_init__(self) -> None:
         self.idle = threading.Event()  # set once no memory is touched any more, the sink's included
@@ -128,7 +130,7 @@ class Receiver:
             elif group.device.type == "cuda":
                 torch.cuda.set_device(group.device)
                 registered = manifest.flattened and group.registers
-                self._transport = NcclReceive(group, broadcasts, sink, registered=registered)
+                self._transport = NcclReceive(group, broadcasts, sink, registered=registered, pace=self.pace)
             else:
                 self._transport = GlooReceive(group, broadcasts, sink, timedelta(seconds=self.gloo_timeout_s))
             if self._transport is not None:
