@@ -30,6 +30,7 @@ class _Body(msgspec.Struct, frozen=True):
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
+    cache_salt: msgspec.Raw = _EMPTY
 
 
 class _NativeParams(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys = []  # of their blocks, for the prefix index
     is_native: bool = False  # whether the route is not one of OpenAI's
     is_stream: bool = False
-    max_new_tokens: int = SEVERAL  # 1, or SEVERAL
+    max_new_tokens: int = SEVERAL  # 1: at most one; or SEVERAL
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -73,20 +74,20 @@ class BytesPerToken:
             fields = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
-        ids, text = bytes(fields.input_ids), bytes(fields.messages or fields.prompt or fields.text)
+        ids, text = _json(fields.input_ids), _json(fields.messages, fields.prompt, fields.text)
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
         else:
             num_tokens, num_bytes = max(1, round(len(text) / self.rate(path))), len(text)
             # The replies to a native batch count the tokens of each prompt apart.
-            if bytes(fields.text)[:1] == b"[":
+            if _json(fields.text)[:1] == b"[":
                 num_bytes = 0
         return RequestFacts(
             num_tokens=num_tokens,
             num_bytes=num_bytes,
             prompt_bytes=len(text),
-            keys=keys_of(text),
+            keys=keys_of(text, _json(fields.cache_salt)),
             is_native=not path.startswith("/v1/"),
             is_stream=bytes(fields.stream) == b"true",
             max_new_tokens=_max_new_tokens(fields),
@@ -108,14 +109,19 @@ def cached_tokens(reply: bytes) -> int | None:
 
 
 def _max_new_tokens(fields: _Body) -> int:
-    """Returns 1 if the body asks for one token, else SEVERAL; of a list of parameters, SEVERAL."""
-    limit = fields.max_completion_tokens or fields.max_tokens
-    if fields.sampling_params:
+    """Returns 1 if the body asks for at most one token, else SEVERAL; of a list of parameters, SEVERAL."""
+    limit = _json(fields.max_completion_tokens, fields.max_tokens)
+    if params := _json(fields.sampling_params):
         try:
-            limit = _decode_params(fields.sampling_params).max_new_tokens
+            limit = _json(_decode_params(params).max_new_tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return SEVERAL
-    return 1 if bytes(limit) == b"1" else SEVERAL
+    return 1 if limit in (b"0", b"1") else SEVERAL
+
+
+def _json(*fields: msgspec.Raw) -> bytes:
+    """Returns the JSON of the first field that is there and not null; empty: there is none."""
+    return next((data for data in map(bytes, fields) if data not in (b"", b"null")), b"")
 
 
 def _is_ids(text: bytes) -> bool:
