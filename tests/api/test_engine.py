@@ -214,7 +214,7 @@ def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.
         ({"input_ids": [[1], []]}, "input_ids is empty"),
         ({"input_ids": [1, 99999]}, "99999"),
         ({"prompt": "a", "sampling_params": {"temperature": "hot"}}, "temperature='hot'"),
-        ({"prompt": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
+        ({"prompt": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens=-1"),
         ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 objects for 2 prompts"),
         ({"prompt": ["a", "b"], "rid": ["x"]}, "1 ids for 2 prompts"),
         ({"prompt": "a" * 600}, "maximum context length"),

@@ -74,7 +74,9 @@ class FakeDevice:
         for new in plan.new_slots:
             self.tokens[new.slot] = unpack_ids(new.tokens)
             self.seeds[new.slot] = new.params.seed
-            self.max_len[new.slot] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
+            # A prompt that is only to be computed is sampled from, too: the scheduler drops that token.
+            most = max(1, new.params.max_new_tokens)
+            self.max_len[new.slot] = min(new.prompt_len + most, self.limits.max_seq_len)
             self.tables[new.slot] = {}
             self.born[new.slot] = version
             self.num_owners += 1
@@ -186,7 +188,8 @@ class Simulation:
         )
         answer = self.scheduler.add(message, self.now)
         assert not isinstance(answer, Rejected)
-        assert (answer is not None) == (known == self.expected(rid)), "it ends at once if nothing is left"
+        is_over = bool(known) and known == self.expected(rid)
+        assert (answer is not None) == is_over, "it ends at once if nothing is left"
         self.end([answer] if answer else [])
 
     def expected(self, rid: str) -> list[int]:
@@ -270,5 +273,6 @@ class Simulation:
         assert num_covered == max(0, finished.num_tokens - num_known)
         assert finished.cached_tokens <= finished.prompt_tokens == len(self.prompts[rid])
         first = self.params[rid].prompt_logprobs_start
-        if first >= 0 and finished.reason in ("length", "stop") and len(self.outputs[rid]) > num_known:
+        has_run = len(self.outputs[rid]) > num_known or not self.params[rid].max_new_tokens
+        if first >= 0 and finished.reason in ("length", "stop") and has_run:
             assert self.prompt_logprobs[rid] == self.prompts[rid][max(1, first) :]

@@ -39,7 +39,7 @@ requests = st.fixed_dictionaries(
         "prompt": prompts,
         "params": st.fixed_dictionaries(
             {
-                "max_new_tokens": st.integers(1, 40),
+                "max_new_tokens": st.integers(0, 40),
                 "priority": st.integers(-1, 1),
                 "num_known": known,
                 "stop_token_ids": st.sampled_from([(), (), (3, 4)]),

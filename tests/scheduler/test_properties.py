@@ -103,7 +103,7 @@ class SchedulerMachine(StepMachine):
 
     @rule(
         prompt=prompts,
-        max_new_tokens=st.integers(1, 40),
+        max_new_tokens=st.integers(0, 40),
         priority=st.integers(-1, 1),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         logprobs_from=st.sampled_from([-1, -1, 0, 3]),

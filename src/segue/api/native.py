@@ -220,6 +220,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
+        num_prompt_top=call.top_logprobs_num if call.return_logprob else 0,
         must_fit=False,
         names=NAMES,
     )

@@ -227,7 +227,8 @@ class Step:
         plan.samples.append(last)
         request.launched += count
         if last:
-            request.outputs_launched += 1
+            if request.most_outputs:  # else the sampled token is of no interest, see `take_result`
+                request.outputs_launched += 1
             request.enter(DECODE)
             self.sampling.append(request)
             if request.came_long:

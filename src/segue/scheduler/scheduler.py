@@ -188,7 +188,11 @@ class Scheduler:
             # A stop string, which the frontend finds, cuts the output; a stop token is the last one.
             matched=request.tokens[-1] if reason == "stop" and num_tokens is None else None,
             message=message,
-            versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
+            versions=[
+                (v, start, min(end, count))
+                for v, start, end in request.versions
+                if start < count or not request.most_outputs
+            ],
             error=None if error is None else error.__name__,
         )
 

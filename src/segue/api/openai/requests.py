@@ -117,14 +117,14 @@ class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unkn
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
 
 
 class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[str | int | list[int]]  # all items of one type
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
