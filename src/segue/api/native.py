@@ -119,7 +119,7 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
     rids, batch_id = _rids(call.rid, len(prompts), batched, reply_id or uuid.uuid4().hex)
     options = _all_options(call, len(prompts))
     for rid in rids:
-        _check_rid(rid)
+        check_rid(rid, "rid")
     if abs(call.priority) > MAX_PRIORITY:
         rule = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
         raise invalid_value("priority", call.priority, rule)
@@ -143,15 +143,18 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
     )
 
 
-def _check_rid(rid: str) -> None:
-    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
+def check_rid(rid: str, param: str) -> None:
+    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent.
+
+    ``param`` is its field.
+    """
     if len(rid) > MAX_RID_CHARS:
-        text = f"rid={short_repr(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
-        raise InvalidRequestError(text, param="rid")
+        text = f"{param}={short_repr(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
+        raise InvalidRequestError(text, param=param)
     try:
         rid.encode()
     except UnicodeEncodeError:
-        raise invalid_value("rid", rid, "must be valid Unicode") from None
+        raise invalid_value(param, rid, "must be valid Unicode") from None
 
 
 def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -26,16 +26,19 @@ class _Body(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
+    token_ids: msgspec.Raw = _EMPTY
+    tokens: msgspec.Raw = _EMPTY
     stream: msgspec.Raw = _EMPTY
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
 
 
-class _NativeParams(msgspec.Struct, frozen=True):
-    """The field of `sampling_params` that matters here."""
+class _Params(msgspec.Struct, frozen=True):
+    """The field of `sampling_params` that matters here, as the native API and vLLM's name it."""
 
     max_new_tokens: msgspec.Raw = _EMPTY
+    max_tokens: msgspec.Raw = _EMPTY
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_params = msgspec.json.Decoder(_NativeParams).decode
+_decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class BytesPerToken:
@@ -73,7 +76,8 @@ class BytesPerToken:
             fields = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
-        ids, text = bytes(fields.input_ids), bytes(fields.messages or fields.prompt or fields.text)
+        ids = bytes(fields.input_ids or fields.token_ids or fields.tokens)
+        text = bytes(fields.messages or fields.prompt or fields.text)
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
@@ -89,7 +93,7 @@ class BytesPerToken:
             keys=keys_of(text),
             is_native=not path.startswith("/v1/"),
             is_stream=bytes(fields.stream) == b"true",
-            max_new_tokens=_max_new_tokens(fields),
+            max_new_tokens=_max_new_tokens(fields, by_vllm=bool(fields.token_ids)),
         )
 
     def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
@@ -107,15 +111,19 @@ def cached_tokens(reply: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _max_new_tokens(fields: _Body) -> int:
-    """Returns 1 if the body asks for one token, else SEVERAL; of a list of parameters, SEVERAL."""
+def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:
+    """Returns 1 if the body asks for one token at most, else SEVERAL; of a list of parameters, SEVERAL.
+
+    ``by_vllm``: its parameters have vLLM's names.
+    """
     limit = fields.max_completion_tokens or fields.max_tokens
     if fields.sampling_params:
         try:
-            limit = _decode_params(fields.sampling_params).max_new_tokens
+            params = _decode_params(fields.sampling_params)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return SEVERAL
-    return 1 if bytes(limit) == b"1" else SEVERAL
+        limit = params.max_tokens if by_vllm else params.max_new_tokens
+    return 1 if bytes(limit) in (b"0", b"1") else SEVERAL
 
 
 def _is_ids(text: bytes) -> bool:

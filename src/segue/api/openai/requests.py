@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from segue.api.bootstrap import BOOTSTRAP_RULES, BootstrapFields, bootstraps
+from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
@@ -28,7 +29,7 @@ HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_ident
 
 # Fields of the contract that are not implemented, with the values that ask for nothing.
 _NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    **{name: () for name in ("prompt_logprobs", "regex", "ebnf", "choice", "structured_outputs")},
+    **{name: () for name in ("regex", "ebnf", "choice", "structured_outputs")},
     **{f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")},
     **{name: (1,) for name in ("n", "best_of")},
     "include_stop_str_in_output": (False,),
@@ -44,7 +45,7 @@ CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "modalities": (["text"],),
 }
-COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {**_NOT_YET, "echo": (False,), "suffix": ("",)}
+COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {**_NOT_YET, "suffix": ("",)}
 
 # What fields of several types may be, for errors.
 RULES = {
@@ -61,7 +62,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class SamplingBody(BootstrapFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
     model: str
@@ -125,6 +126,13 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_
 
     prompt: str | list[str | int | list[int]]  # all items of one type
     logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
+    echo: bool | None = None
+
+
+class ChatTokensRequest(ChatCompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions/tokens``: the messages are not rendered, their token ids come with them."""
+
+    tokens: list[TokenId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,7 @@ class Wanted:
     batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
+    shown: Shown = NOTHING
 
     @property
     def has_logprobs(self) -> bool:
@@ -163,16 +172,20 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    names = {"max_tokens": limit_name, "logprobs": "top_logprobs"}
+    names = {"max_tokens": limit_name, "logprobs": "top_logprobs", "num_prompt_top": "prompt_logprobs"}
+    wishes = shown(body, stream=bool(body.stream))
+    given = body.tokens if isinstance(body, ChatTokensRequest) else None
     request = GenerateRequest(
         rid=rid,
-        prompt=await model.encoder.render(await _messages(body.messages)),
-        options=SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
-        add_special_tokens=False,
-        param="messages",
+        prompt=await model.encoder.render(await messages_of(body.messages)) if given is None else given,
+        options=SamplingOptions.of(
+            body, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
+        ),
+        add_special_tokens=bool(body.add_special_tokens),
+        param="messages" if given is None else "tokens",
         bootstrap=bootstraps(body, 1)[0],
     )
-    return _wanted(body, model, rid, [request])
+    return _wanted(body, model, rid, [request], wishes)
 
 
 def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
@@ -183,15 +196,20 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
     check_model(body.model, model)
     check_num_biases(len(body.logit_bias or ()))
     rid = reply_id or f"cmpl-{uuid.uuid4().hex}"
-    options = SamplingOptions.of(body)
+    wishes = shown(body, stream=bool(body.stream), echo=bool(body.echo))
+    of_prompt = prompt_options(wishes, -1 if body.logprobs is None else body.logprobs)
+    options = SamplingOptions.of(body, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
+    special = body.add_special_tokens is not False
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     requests = [
-        GenerateRequest(rid=each, prompt=prompt, options=options, bootstrap=bootstrap)
+        GenerateRequest(
+            rid=each, prompt=prompt, options=options, add_special_tokens=special, bootstrap=bootstrap
+        )
         for each, prompt, bootstrap in zip(rids, prompts, bootstraps(body, len(prompts)), strict=True)
     ]
-    return _wanted(body, model, rid, requests)
+    return _wanted(body, model, rid, requests, wishes)
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -206,6 +224,11 @@ def check_model(name: str, model: ServedModel) -> None:
 def parse_chat(body: Any) -> ChatCompletionRequest:
     """Check the body of ``POST /v1/chat/completions``. Raises as :func:`segue.api.validation.parse` does."""
     return parse(ChatCompletionRequest, _without_extras(body, CHAT_NOT_YET), rules=RULES)
+
+
+def parse_chat_tokens(body: Any) -> ChatTokensRequest:
+    """Check the body of ``POST /v1/chat/completions/tokens``, as :func:`parse_chat` does."""
+    return parse(ChatTokensRequest, _without_extras(body, CHAT_NOT_YET), rules=RULES)
 
 
 def parse_completion(body: Any) -> CompletionRequest:
@@ -241,6 +264,7 @@ def _wanted(
     model: ServedModel,
     rid: str,
     requests: list[GenerateRequest],
+    wishes: Shown,
 ) -> Wanted:
     """Return the call of checked requests, which share the id ``rid``; checks the options of streams."""
     if body.stream_options is not None and not body.stream:
@@ -253,6 +277,7 @@ def _wanted(
         batch_id=rid if len(requests) > 1 else None,
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
+        shown=wishes,
     )
 
 
@@ -268,7 +293,7 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them.
 
     Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, and fields
