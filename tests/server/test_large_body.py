@@ -47,7 +47,7 @@ from segue.server.large_body import (
 MAX_PROMPTS = 6
 LIMITS = RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=())
 MODEL = ServedModel(
-    names=[], max_prompts=MAX_PROMPTS, encoder=cast(PromptEncoder, SimpleNamespace(limits=LIMITS))
+    names=["m"], max_prompts=MAX_PROMPTS, encoder=cast(PromptEncoder, SimpleNamespace(limits=LIMITS))
 )
 SCALARS = (
     st.none()
