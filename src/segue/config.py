@@ -181,7 +181,7 @@ class EngineConfig(Options):
         20,
         "Most alternatives that a client may ask for with each token's log-probability.",
         minimum=0,
-        maximum=255,  # `messages.leg.pack_logprobs` and `disagg.offer.LOGPROBS_PER_PART` have room for so many
+        maximum=255,  # `messages.leg.pack_logprobs` and `disagg.offer.LOGPROBS_PER_PART` have no more room
     )
     paused_policy: Literal["queue", "reject"] = _scheduling(
         "queue",

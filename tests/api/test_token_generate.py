@@ -27,13 +27,14 @@ def test_names_are_vllms() -> None:
         **{"max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_k": -1, "logprobs": 2, "seed": 3},
         **{"stop": "x", "stop_token_ids": [7], "prompt_logprobs": 1, "include_stop_str_in_output": True},
     }
-    wanted = call(params, priority=2, request_id="mine", model="name", return_token_ids=True)
+    wanted = call(params, priority=2, request_id="mine", model="name", return_token_ids=True, cache_salt="s")
     (request,) = wanted.requests
     options = request.options
     assert (options.max_tokens, options.min_tokens, options.temperature, options.seed) == (5, 1, 0.5, 3)
     assert (options.logprobs, options.prompt_logprobs_start, options.num_prompt_top) == (2, 0, 1)
     assert (options.stop, options.stop_token_ids, options.must_fit) == (("x",), [7], False)
     assert (request.rid, request.priority, request.prompt) == ("mine", -2, [3, 4])
+    assert request.cache_salt == "s"
     assert (wanted.id, wanted.shown.token_ids, wanted.batch_id) == ("mine", True, None)
 
 
@@ -62,6 +63,11 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({}, {"features": {"mm_hashes": {}}}, "features"),
         ({}, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({}, {"output_mode": "text"}, "output_mode"),
+        (
+            {},
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(params: Any, fields: Any, param: str) -> None:
@@ -80,6 +86,7 @@ def test_what_is_not_there_is_refused_by_name(params: Any, fields: Any, param: s
         ({}, {"token_ids": None}, "token_ids"),
         ({}, {"request_id": "x" * 300}, "request_id"),
         ({}, {"priority": 1 << 40}, "priority"),
+        ({}, {"cache_salt": "x" * 2000}, "cache_salt"),
         ({}, {"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )

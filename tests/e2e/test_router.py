@@ -205,6 +205,12 @@ def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> No
         assert client.post("/pause?mode=keep").json()["status"] == "paused"
         assert client.post("/resume").json()["status"] == "resumed"
         assert client.post("/abort_request", json={"abort_all": True}).content == b""
+        body = {"prompt": "x", "rid": "mine", "stream": True, "max_tokens": 100, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            assert '"id":"mine"' in next(lines)
+            client.post("/abort_request", json={"rid": "mine"})
+            assert any('"finish_reason":"abort"' in line for line in lines)
         info = client.get("/server_info").json()
         assert (info["dp_size"], len(info["internal_states"]), info["status"]) == (2, 2, "ready")
         assert client.get("/model_info").json()["weight_version"] == "0"

@@ -30,6 +30,7 @@ from tests.scheduler.test_properties import Policies, StepMachine, known, polici
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
+salts = st.sampled_from(["", "", "one", "other"])
 ttls = st.sampled_from([None, None, 0, 2, 9])
 PHASES = (Phase.generate,)  # add Phase.shrink to debug a failure; it can take minutes
 
@@ -45,6 +46,7 @@ requests = st.fixed_dictionaries(
                 "stop_token_ids": st.sampled_from([(), (), (3, 4)]),
                 "prompt_logprobs_start": st.sampled_from([-1, -1, 0, 3]),
                 "seed": st.integers(0, 3),
+                "salt": salts,
             }
         ),
     }

@@ -289,6 +289,27 @@ def test_prompt_logprobs_cover_the_prompt_once_with_chunks_and_with_a_cached_pre
     assert (sim.finished["all"].cached_tokens, sim.finished["end"].cached_tokens) == (0, 28)
 
 
+def test_requests_share_kv_with_those_of_the_same_salt_only() -> None:
+    sim = Simulation()
+    prompt = list(range(20))
+    for rid, salt in (("a", "one"), ("b", "other"), ("c", ""), ("d", "one"), ("e", "")):
+        sim.add(rid, prompt, salt=salt)
+        sim.run()
+    assert [sim.finished[rid].cached_tokens for rid in "abcde"] == [0, 0, 0, 16, 16]
+
+
+def test_a_retracted_request_finds_its_pages_under_its_salt() -> None:
+    sim = Simulation()
+    sim.add("r", list(range(20)), salt="one")
+    for _ in range(4):
+        sim.step()
+    sim.scheduler.retract(sim.scheduler.running["r"])
+    plan = sim.launch()
+    assert plan is not None and plan.starts == [20]
+    sim.apply()
+    sim.run()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_for_no_token_ends_when_its_prompt_is_computed(overlap: bool) -> None:
     sim = Simulation()

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from segue.api.asks_nothing import FIELDS
 from segue.api.native import NativeGenerate, parse_call
 from segue.api.openai.requests import (
-    CHAT_NOT_YET,
-    HARMLESS,
     ChatCompletionRequest,
     CompletionRequest,
     parse_chat,
@@ -464,10 +463,10 @@ def test_names_that_the_count_before_decoding_misses_are_counted(name: str) -> N
 
 def test_every_field_of_a_model_is_known_to_its_shape() -> None:
     for shape, model, others in (
-        (chat, ChatCompletionRequest, {*HARMLESS, *CHAT_NOT_YET}),
-        (completion, CompletionRequest, HARMLESS),
-        (generate, NativeGenerate, set[str]()),
-        (token_generate, TokenGenerate, set[str]()),
+        (chat, ChatCompletionRequest, FIELDS["chat"]),
+        (completion, CompletionRequest, FIELDS["completions"]),
+        (generate, NativeGenerate, FIELDS["native"]),
+        (token_generate, TokenGenerate, FIELDS["tokens"]),
     ):
         known = large_body._undecoded(shape(MODEL).model, shape(MODEL).skipped | shape(MODEL).refused)
         assert {*model.__struct_fields__, *others} <= {*known.__struct_fields__}

@@ -1,7 +1,7 @@
 """``POST /inference/v1/generate``, vLLM's route with token ids in and token ids out: its body and replies.
 
-Names and places are vLLM's. Fields that would change the reply and do not exist here are errors; unknown ones
-are ignored.
+Names and places are vLLM's. Fields that would change the reply and do not exist here are errors
+(:mod:`segue.api.asks_nothing`); unknown ones are ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from segue.api.native import check_rid
+from segue.api.asks_nothing import without_nothing
+from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
 from segue.api.openai.replies import usage
-from segue.api.openai.requests import StreamOptions, Wanted, check_model
+from segue.api.openai.requests import StreamOptions, Wanted, check_given_model
 from segue.api.openai.token_fields import Shown, ids_of, prompt_logprobs, prompt_options
+from segue.api.request_fields import RequestFields, check_fields, check_rid
 from segue.api.validation import TokenId, parse
-from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
+from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import LOWEST_LOGPROB, MAX_PRIORITY, GenerateRequest, Generation, Output
+from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.tokenizer import ServedModel
 from segue.messages.requests import Finished, TokenLogprob
@@ -29,22 +31,8 @@ ID_PREFIX = "generate-tokens-"  # of the ids of replies whose clients named none
 RULES = {
     "token_ids": "a list of token ids",
     "sampling_params": "an object",
+    **BOOTSTRAP_RULES,
     "stop": "a string or a list of strings",
-}
-# Known fields that would change the reply and are not implemented, with the values that ask for nothing
-# besides null, false, 0, "", [] and {}.
-UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("features", "content_parts", "kv_transfer_params", "ec_transfer_params"), ()),
-    "output_mode": ("tokens",),
-}
-UNSUPPORTED_SAMPLING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "allowed_token_ids", "bad_words"), ()),
-    **dict.fromkeys(("logits_processors", "logprob_token_ids", "prompt_logprob_token_ids"), ()),
-    **dict.fromkeys(("prompt_logprob_start", "repetition_detection", "trace_decode_token_ids"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "use_beam_search", "watermarking"), ()),
-    **dict.fromkeys(("routed_experts_prompt_start", "thinking_token_budget"), ()),
-    "best_of": (1,),
-    "length_penalty": (1.0,),
 }
 _NAMES = {"num_prompt_top": "prompt_logprobs"}
 
@@ -52,7 +40,6 @@ _NAMES = {"num_prompt_top": "prompt_logprobs"}
 class TokenSampling(Struct, frozen=True, kw_only=True):
     """``sampling_params``; None is the default. Without ``max_tokens`` the output fills the context."""
 
-    n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -74,8 +61,8 @@ class TokenSampling(Struct, frozen=True, kw_only=True):
     extra_args: dict[str, Any] | None = None
 
 
-class TokenGenerate(Struct, frozen=True, kw_only=True):
-    """``POST /inference/v1/generate``."""
+class TokenGenerate(RequestFields, frozen=True, kw_only=True):
+    """``POST /inference/v1/generate``. Of ``priority``, as in vLLM, requests with a lower one run first."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] | None = None
@@ -83,8 +70,6 @@ class TokenGenerate(Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None  # vLLM's: requests with a lower one run first
-    cache_salt: str | None = None  # accepted, and without effect: see docs/tokens.md
     return_token_ids: bool | None = None  # those of the prompt
 
 
@@ -98,18 +83,13 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
         UnsupportedFieldError: a known field that is not implemented.
         ModelNotFoundError: another model's name.
     """
-    call = parse(TokenGenerate, body, rules=RULES)
-    refuse(body, UNSUPPORTED_FIELDS)
-    if call.model is not None:
-        check_model(call.model, model)
-    if call.stream_options is not None and not call.stream:
-        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    given = without_nothing(body, "tokens") if isinstance(body, Mapping) else body
+    call = parse(TokenGenerate, given, rules=RULES)
+    check_given_model(call.model, model)
+    has_usage = _has_usage(call)
     rid = call.request_id or reply_id or f"{ID_PREFIX}{uuid.uuid4().hex}"
     check_rid(rid, "request_id")
-    priority = -(call.priority or 0)
-    if abs(priority) > MAX_PRIORITY:
-        rule = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise invalid_value("priority", call.priority, rule)
+    priority, salt = check_fields(call)
     sampling, wishes = _sampling(call)
     logprobs = -1 if sampling.logprobs is None else sampling.logprobs
     options = SamplingOptions.of(
@@ -120,8 +100,10 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
         rid=rid,
         prompt=call.token_ids,
         options=options,
-        priority=priority,
+        priority=-priority,
+        cache_salt=salt,
         param="token_ids",
+        bootstrap=bootstraps(call, 1)[0],
         shares_kv=not sampling.skip_reading_prefix_cache,
     )
     return Wanted(
@@ -131,29 +113,28 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
         requests=[request],
         batch_id=None,
         stream=bool(call.stream),
-        usage_in_stream=call.stream_options is not None and bool(call.stream_options.include_usage),
+        usage_in_stream=has_usage,
         shown=wishes,
     )
 
 
-def refuse(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedFieldError for a field that is not implemented and asks for something."""
-    for name, values in unsupported.items():
-        value = fields.get(name)
-        if value and value not in values:
-            only = f"; only {values[0]!r} is" if values else ""
-            raise UnsupportedFieldError(f"{name} is not supported{only}; leave it out", param=name)
+def _has_usage(call: TokenGenerate) -> bool:
+    """Check the options of streams; return whether a stream ends with its usage."""
+    if call.stream_options is None:
+        return False
+    if not call.stream:
+        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    if call.stream_options.continuous_usage_stats:
+        name = "stream_options.continuous_usage_stats"
+        raise UnsupportedFieldError(f"{name} is not supported; leave it out, or send false", param=name)
+    return bool(call.stream_options.include_usage)
 
 
 def _sampling(call: TokenGenerate) -> tuple[TokenSampling, Shown]:
     """Check the sampling parameters; returns them, and what the reply shows."""
-    params = call.sampling_params or {}
-    refuse(params, UNSUPPORTED_SAMPLING)
+    params = without_nothing(call.sampling_params or {}, "token_sampling")
     sampling = parse(TokenSampling, params, rules=RULES)
-    refuse(sampling.extra_args or {}, {"kv_transfer_params": (), "ec_transfer_params": ()})
-    if sampling.n not in (None, 1):
-        text = f"n={short_repr(sampling.n)}: only 1 is supported; for more send the prompt several times"
-        raise UnsupportedFieldError(text, param="n")
+    without_nothing(sampling.extra_args or {}, "tokens")  # vLLM's plug-ins read the same fields there
     num_prompt_top = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
     if call.stream and num_prompt_top >= 0:
         text = "prompt_logprobs are part of whole replies only; leave it out, or ask without stream"

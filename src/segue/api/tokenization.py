@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_model, messages_of
+from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.request import Generation
@@ -95,8 +95,7 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
         InvalidRequestError: the model has no tokenizer or no template, or the text is longer than allowed.
         ContextLengthError: there are more messages than fit the context.
     """
-    if body.model is not None:
-        check_model(body.model, model)
+    check_given_model(body.model, model)
     encoder = model.encoder
     if body.messages is None:
         text, param = body.prompt or "", "prompt"
@@ -144,8 +143,7 @@ async def detokenize(body: DetokenizeBody, model: ServedModel) -> dict[str, Any]
     Raises:
         InvalidRequestError: the model has no tokenizer, or a token id is outside its vocabulary.
     """
-    if body.model is not None:
-        check_model(body.model, model)
+    check_given_model(body.model, model)
     encoder = model.encoder
     tokenizer = encoder.tokenizer_for("tokens")
     check_num_ids(model, len(body.tokens))
@@ -186,7 +184,7 @@ async def render(call: Wanted, model: ServedModel) -> list[dict[str, Any]]:
             "model": call.model,
             "stream": call.stream,
             "stream_options": {"include_usage": True} if call.usage_in_stream else None,
-            "cache_salt": None,
+            "cache_salt": request.cache_salt or None,
             "priority": -request.priority,
             "kv_transfer_params": None,
         }

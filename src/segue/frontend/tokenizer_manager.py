@@ -208,6 +208,7 @@ class TokenizerManager:
             outputs=pack_ids(request.outputs),
             handoff=handoff,
             shares_kv=request.shares_kv,
+            cache_salt=request.cache_salt,
         )
         try:
             self._send(message)

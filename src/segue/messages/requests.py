@@ -102,6 +102,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     outputs: bytes = b""
     handoff: Handoff | None = None  # None: this worker does all of it
     shares_kv: bool = True  # False: its KV is neither taken from the prefix cache nor left there
+    cache_salt: str = ""  # KV is shared among requests of the same salt only; "": among those without one
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):

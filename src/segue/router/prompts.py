@@ -32,6 +32,7 @@ class _Body(msgspec.Struct, frozen=True):
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
+    cache_salt: msgspec.Raw = _EMPTY
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys = []  # of their blocks, for the prefix index
     is_native: bool = False  # whether the route is not one of OpenAI's
     is_stream: bool = False
-    max_new_tokens: int = SEVERAL  # 1, or SEVERAL
+    max_new_tokens: int = SEVERAL  # 1: at most one; or SEVERAL
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -76,24 +77,24 @@ class BytesPerToken:
             fields = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
-        ids = bytes(fields.input_ids or fields.token_ids or fields.tokens)
-        text = bytes(fields.messages or fields.prompt or fields.text)
+        ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
+        text = _json(fields.messages, fields.prompt, fields.text)
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
         else:
             num_tokens, num_bytes = max(1, round(len(text) / self.rate(path))), len(text)
             # The replies to a native batch count the tokens of each prompt apart.
-            if bytes(fields.text)[:1] == b"[":
+            if _json(fields.text)[:1] == b"[":
                 num_bytes = 0
         return RequestFacts(
             num_tokens=num_tokens,
             num_bytes=num_bytes,
             prompt_bytes=len(text),
-            keys=keys_of(text),
+            keys=keys_of(text, _json(fields.cache_salt)),
             is_native=not path.startswith("/v1/"),
             is_stream=bytes(fields.stream) == b"true",
-            max_new_tokens=_max_new_tokens(fields, by_vllm=bool(fields.token_ids)),
+            max_new_tokens=_max_new_tokens(fields, by_vllm=bool(_json(fields.token_ids))),
         )
 
     def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
@@ -112,18 +113,23 @@ def cached_tokens(reply: bytes) -> int | None:
 
 
 def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:
-    """Returns 1 if the body asks for one token at most, else SEVERAL; of a list of parameters, SEVERAL.
+    """Returns 1 if the body asks for at most one token, else SEVERAL; of a list of parameters, SEVERAL.
 
     ``by_vllm``: its parameters have vLLM's names.
     """
-    limit = fields.max_completion_tokens or fields.max_tokens
-    if fields.sampling_params:
+    limit = _json(fields.max_completion_tokens, fields.max_tokens)
+    if given := _json(fields.sampling_params):
         try:
-            params = _decode_params(fields.sampling_params)
+            params = _decode_params(given)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return SEVERAL
-        limit = params.max_tokens if by_vllm else params.max_new_tokens
-    return 1 if bytes(limit) in (b"0", b"1") else SEVERAL
+        limit = _json(params.max_tokens if by_vllm else params.max_new_tokens)
+    return 1 if limit in (b"0", b"1") else SEVERAL
+
+
+def _json(*fields: msgspec.Raw) -> bytes:
+    """Returns the JSON of the first field that is there and not null; empty: there is none."""
+    return next((data for data in map(bytes, fields) if data not in (b"", b"null")), b"")
 
 
 def _is_ids(text: bytes) -> bool:

@@ -67,6 +67,7 @@ class Request:
     # Whether it was admitted before, arrived with output tokens, or awaits KV that was begun before a pause.
     has_begun: bool
     shares_kv: bool = True  # whether it uses the prefix cache
+    cache_salt: str = ""  # it shares KV with requests of the same salt only
     stop_ids: frozenset[int] = field(init=False)
     sampling_mode: SamplingMode = field(init=False)
     phase: RequestPhase = WAITING

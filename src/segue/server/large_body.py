@@ -19,6 +19,7 @@ from msgspec import UNSET, Raw, UnsetType, structs
 
 from segue.api import native, tokenization
 from segue.api import token_generate as tokens
+from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
 from segue.errors import InvalidRequestError, SegueError, short_repr
@@ -32,7 +33,6 @@ Decode = Callable[[bytes], Any]  # from the JSON of one value, without white spa
 MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
 MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
-NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
@@ -50,6 +50,16 @@ RULES = {  # what fields that may be large are, in words
     "checksums": "an object of names and integers of 64 bits",
     **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
 }
+
+
+class _NothingElse:
+    """In place of a large value of a field that takes none."""
+
+    def __repr__(self) -> str:
+        return "a large value"
+
+
+NOTHING_ELSE = _NothingElse()
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
@@ -84,8 +94,8 @@ def chat(model: ServedModel) -> Shape:
     return Shape(
         model=openai.ChatCompletionRequest,
         large={**_OPENAI_SAMPLING, "messages": _conversation},
-        skipped=openai.HARMLESS,
-        refused=frozenset(openai.CHAT_NOT_YET),
+        skipped=harmless("chat"),
+        refused=unsupported("chat"),
     )
 
 
@@ -104,8 +114,8 @@ def completion(model: ServedModel) -> Shape:
     return Shape(
         model=openai.CompletionRequest,
         large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", model)},
-        skipped=openai.HARMLESS,
-        refused=frozenset(openai.COMPLETION_NOT_YET),
+        skipped=harmless("completions"),
+        refused=unsupported("completions"),
     )
 
 
@@ -117,9 +127,10 @@ def generate(model: ServedModel) -> Shape:
             "text": partial(_prompt, "text", model),
             "input_ids": partial(_prompt, "input_ids", model),
             "rid": partial(_strings, "rid", model.max_prompts),
+            "request_id": partial(_strings, "request_id", model.max_prompts),
             "sampling_params": partial(_params, model.max_prompts),
         },
-        refused=frozenset(native.UNSUPPORTED_FIELDS),
+        refused=unsupported("native"),
     )
 
 
@@ -131,7 +142,7 @@ def token_generate(model: ServedModel) -> Shape:
             "token_ids": partial(_token_ids, "token_ids", model),
             "sampling_params": partial(_one_params, _TOKEN_PARAMS),
         },
-        refused=frozenset(tokens.UNSUPPORTED_FIELDS),
+        refused=unsupported("tokens"),
     )
 
 
@@ -309,12 +320,12 @@ _OPENAI_SAMPLING = _sampling(openai.check_num_biases)
 _PARAMS = Shape(
     model=native.NativeSampling,
     large=_sampling(check_num_entries),
-    refused=frozenset(native.UNSUPPORTED_SAMPLING),
+    refused=unsupported("sampling"),
 )
 _TOKEN_PARAMS = Shape(
     model=tokens.TokenSampling,
     large=_sampling(check_num_entries),
-    refused=frozenset(tokens.UNSUPPORTED_SAMPLING),
+    refused=unsupported("token_sampling"),
 )
 _CONTROL: dict[str, Decode] = {
     "buckets": _all_buckets,

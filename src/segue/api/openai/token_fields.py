@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from segue.api.bootstrap import BootstrapFields
+from segue.api.request_fields import RequestFields
 from segue.errors import InvalidRequestError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import LOWEST_LOGPROB, RequestState
 
 
-class TokenFields(BootstrapFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of a body; None is the default."""
 
     return_token_ids: bool | None = None  # the ids of prompt and output
