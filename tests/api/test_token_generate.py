@@ -118,7 +118,7 @@ LAST = Output("", [2], [TokenLogprob(2, -3.0, [(0, -0.5), (1, -1.5)])], [1], END
 
 
 def replies(wanted: Wanted) -> TokenReplies:
-    entries = [TokenLogprob(4, -0.25, [(1, -0.125)])]
+    entries = [TokenLogprob(4, -0.25, [(1, -0.125)], 9)]
     generation = SimpleNamespace(
         states=[SimpleNamespace(prompt_ids=[3, 4], prompt_logprobs=entries)], ends=[END]
     )
@@ -169,7 +169,7 @@ def test_logprobs_of_the_prompt_are_by_token() -> None:
     assert reply["prompt_logprobs"] == [
         None,
         {
-            4: {"logprob": -0.25, "rank": None, "decoded_token": ""},
+            4: {"logprob": -0.25, "rank": 9, "decoded_token": ""},
             1: {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
         },
     ]

@@ -73,6 +73,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0  # of the token, 1 is the likeliest; 0: not asked for. Only tokens of prompts have one
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

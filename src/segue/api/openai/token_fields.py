@@ -77,21 +77,19 @@ def prompt_logprobs(state: RequestState, table: TokenTable, num_top: int) -> lis
     """Return the logprobs of a prompt in vLLM's form.
 
     There is one object per token, by token id: the prompt's own token first, then the ``num_top`` likeliest
-    ones. Nothing predicts the first token: its entry is None. A rank is None where it is not known, because
-    the token is not one of the likeliest.
+    ones. Nothing predicts the first token: its entry is None.
     """
     found: list[dict[int, Any] | None] = [None]
     for entry in state.prompt_logprobs:
-        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
-        values = {entry.token: entry.logprob, **dict(entry.top[:num_top])}
+        others = [(token, p, rank) for rank, (token, p) in enumerate(entry.top[:num_top], 1)]
         found.append(
             {
                 token: {
                     "logprob": max(logprob, LOWEST_LOGPROB),
-                    "rank": ranks.get(token),
+                    "rank": rank,
                     "decoded_token": table.text(token),
                 }
-                for token, logprob in values.items()
+                for token, logprob, rank in ((entry.token, entry.logprob, entry.rank), *others)
             }
         )
     return found
