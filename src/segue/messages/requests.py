@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         return "filtered" if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 else "plain"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The natural-log probability of a token, and those of the likeliest tokens at its position."""
 
     token: int

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, ReplyChoices, usage
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, ReplyChoices, encode, usage
 from segue.api.openai.requests import Wanted
 from segue.api.openai.token_fields import NOTHING, Shown
 from segue.frontend.detokenizer import TokenTable
@@ -167,13 +167,13 @@ def test_tokens_in_logprobs_can_be_written_as_ids() -> None:
 
 def test_logprobs_of_the_prompt_begin_with_its_own_token() -> None:
     choices, _ = call(CompletionDialect, shown=Shown(num_prompt_top=1))
-    first, second, third = choices.whole(0, PARTS[1])["prompt_logprobs"]
+    first, second, third = json.loads(encode(choices.whole(0, PARTS[1])["prompt_logprobs"]))
     assert first is None
     assert list(second.items()) == [
-        (0, {"logprob": -1.0, "rank": 2, "decoded_token": "a"}),
-        (1, {"logprob": -0.5, "rank": 1, "decoded_token": "b"}),
+        ("0", {"logprob": -1.0, "rank": 2, "decoded_token": "a"}),
+        ("1", {"logprob": -0.5, "rank": 1, "decoded_token": "b"}),
     ]
-    assert third[1] == {"logprob": -2.0, "rank": 3, "decoded_token": "b"}
+    assert third["1"] == {"logprob": -2.0, "rank": 3, "decoded_token": "b"}
 
 
 def test_an_echo_is_the_same_in_chunks_and_whole() -> None:
