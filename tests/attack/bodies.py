@@ -425,15 +425,5 @@ def a_text_of_as_many_spaces_as_become_tokens(sizes: ServerSizes) -> Body:
 
 
 @worst
-def a_text_of_letters_to_tokenize(sizes: ServerSizes) -> Body:
-    return TOKENIZE, with_fields({"return_token_strs": True}, prompt=b'"' + b"a" * (1 << 20) + b'"')
-
-
-@worst
 def as_many_token_ids_as_become_text(sizes: ServerSizes) -> Body:
     return DETOKENIZE, with_fields({}, tokens=array(b"150", 4 << 18))
-
-
-@worst
-def token_ids_by_the_million_to_detokenize(sizes: ServerSizes) -> Body:
-    return DETOKENIZE, with_fields({}, tokens=array(b"1"))
