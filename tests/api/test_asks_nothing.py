@@ -82,7 +82,7 @@ def test_null_asks_for_nothing_in_every_field_and_anything_else_is_named(place: 
         ("chat", "n", True),
         ("chat", "n", 2),
         ("chat", "include_reasoning", False),
-        ("chat", "add_special_tokens", True),
+        ("chat", "echo", True),
         ("chat", "kv_transfer_params", {"do_remote_decode": True}),
         ("completions", "length_penalty", 2.0),
         ("completions", "return_routed_experts", True),

@@ -17,6 +17,8 @@ from segue.router.prompts import FIRST_GUESS, SEVERAL, BytesPerToken, RequestFac
         (b'{"text": null, "prompt": null, "input_ids": [1, 2]}', 2),
         (b'{"input_ids": null, "text": "%b"}' % (b"x" * 398), 100),
         (b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 1000), 258),
+        (b'{"token_ids": [1, 2, 3, 4, 5], "sampling_params": {}}', 5),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tokens": [1, 2]}', 2),
         (b"{}", 1),
         (b"x" * 400, 100),
     ],
@@ -73,6 +75,9 @@ def test_a_body_says_whether_it_asks_for_a_stream(body: bytes, is_stream: bool) 
         (b'{"sampling_params": {"max_new_tokens": 16}}', SEVERAL),
         (b'{"sampling_params": [{"max_new_tokens": 1}]}', SEVERAL),
         (b'{"sampling_params": {}}', SEVERAL),
+        (b'{"sampling_params": {"max_tokens": 1}}', SEVERAL),  # no field of the native API
+        (b'{"token_ids": [1], "sampling_params": {"max_tokens": 1}}', 1),
+        (b'{"max_tokens": 0}', 1),
         (b'{"max_tokens": 10}', SEVERAL),
         (b"{}", SEVERAL),
     ],

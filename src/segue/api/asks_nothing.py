@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 from segue.errors import UnsupportedFieldError, short_repr
 
 # chat, completions: the bodies of OpenAI's routes. native: the body of `/generate`. sampling: the object
-# `sampling_params` in it. Fields of these two that are not in the table are ignored, so it lists only those
-# that would change the reply.
-Place = Literal["chat", "completions", "native", "sampling"]
+# `sampling_params` in it. tokens, token_sampling: the same of `/inference/v1/generate`. Fields of these four
+# that are not in the table are ignored, so it lists only those that would change the reply.
+Place = Literal["chat", "completions", "native", "sampling", "tokens", "token_sampling"]
 
 
 class _Anything:
@@ -85,9 +85,9 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("chat_template", ("chat",), ()),
     ("documents", ("chat",), ([],)),
     ("add_generation_prompt", ("chat",), (True,)),
-    ("continue_final_message add_special_tokens", ("chat",), _OFF),
+    ("continue_final_message", ("chat",), _OFF),
     ("task input_ids", ("chat",), ()),
-    ("echo", _OPENAI, _OFF),
+    ("echo", ("chat",), _OFF),
     ("suffix", ("completions",), ("",)),
     ("prompt_embeds", ("completions",), ()),
     ("truncate_prompt_tokens", _OPENAI, ()),
@@ -107,7 +107,6 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("return_audio", ("chat",), _OFF),
     ("verbosity", ("chat",), ("medium",)),  # OpenAI's default
     # What else the reply should have.
-    ("prompt_logprobs", _OPENAI, ()),
     ("logprob_token_ids", _OPENAI, ()),
     ("token_ids_logprob", ("native",), _EMPTY),
     ("return_hidden_states", _BODIES, _OFF),
@@ -116,11 +115,21 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64", ("native",), _OFF),
     ("return_bytes return_entropy return_prompt_token_ids", ("native",), _OFF),
     ("return_cached_tokens_details return_spec_tokens_details return_meta_info", _OPENAI, _OFF),
-    ("return_token_ids return_tokens_as_token_ids return_prompt_token_ids", _OPENAI, _OFF),
+    ("return_prompt_token_ids", _OPENAI, _OFF),
     ("return_input_ids_in_sglext return_output_ids_in_sglext", _OPENAI, _OFF),
     ("return_token_offsets return_prompt_text", _OPENAI, _OFF),
     ("return_mm_kwargs", _OPENAI, (True,)),
     ("stream_interval", _OPENAI, (1,)),
+    # vLLM's route for token ids.
+    ("features content_parts kv_transfer_params ec_transfer_params", ("tokens",), _EMPTY),
+    ("output_mode", ("tokens",), ("tokens",)),
+    ("n best_of", ("token_sampling",), (1,)),
+    ("length_penalty", ("token_sampling",), (1.0,)),
+    ("structured_outputs guided_decoding allowed_token_ids bad_words", ("token_sampling",), _EMPTY),
+    ("logits_processors logprob_token_ids prompt_logprob_token_ids", ("token_sampling",), _EMPTY),
+    ("prompt_logprob_start truncate_prompt_tokens use_beam_search", ("token_sampling",), _EMPTY),
+    ("repetition_detection trace_decode_token_ids watermarking", ("token_sampling",), _EMPTY),
+    ("routed_experts_prompt_start thinking_token_budget", ("token_sampling",), _EMPTY),
     # Only tokenizers of a kind that is not supported put spaces there.
     ("spaces_between_special_tokens", _OPENAI, _BOOLEAN),
 )

@@ -17,7 +17,8 @@ Rid = TypeVar("Rid", bound=str | list[str])
 class RequestFields(BootstrapFields, frozen=True, kw_only=True):
     """Fields of a body; null is the default. ``rid``, and its other name, are those of each API."""
 
-    priority: int | None = None  # the larger runs first, on every route; vLLM has the opposite order
+    # The larger runs first; vLLM has the opposite order, and so has its route for token ids.
+    priority: int | None = None
     cache_salt: str | None = None  # requests share cached KV with those of the same salt only
 
 
@@ -47,9 +48,9 @@ def given_rid(rid: Rid | None, request_id: Rid | None) -> Rid | None:
     return rid or request_id
 
 
-def check_rid(rid: str) -> None:
-    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
-    _check_text("rid", rid, MAX_RID_CHARS)
+def check_rid(rid: str, param: str = "rid") -> None:
+    """Raise InvalidRequestError for a request id, the field ``param``, that is too long or cannot be sent."""
+    _check_text(param, rid, MAX_RID_CHARS)
 
 
 def _check_text(name: str, text: str, most: int) -> None:

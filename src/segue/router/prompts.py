@@ -26,6 +26,8 @@ class _Body(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
+    token_ids: msgspec.Raw = _EMPTY
+    tokens: msgspec.Raw = _EMPTY
     stream: msgspec.Raw = _EMPTY
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
@@ -33,10 +35,11 @@ class _Body(msgspec.Struct, frozen=True):
     cache_salt: msgspec.Raw = _EMPTY
 
 
-class _NativeParams(msgspec.Struct, frozen=True):
-    """The field of `sampling_params` that matters here."""
+class _Params(msgspec.Struct, frozen=True):
+    """The field of `sampling_params` that matters here, as the native API and vLLM's name it."""
 
     max_new_tokens: msgspec.Raw = _EMPTY
+    max_tokens: msgspec.Raw = _EMPTY
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +55,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_params = msgspec.json.Decoder(_NativeParams).decode
+_decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class BytesPerToken:
@@ -74,7 +77,8 @@ class BytesPerToken:
             fields = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
-        ids, text = _json(fields.input_ids), _json(fields.messages, fields.prompt, fields.text)
+        ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
+        text = _json(fields.messages, fields.prompt, fields.text)
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
@@ -90,7 +94,7 @@ class BytesPerToken:
             keys=keys_of(text, _json(fields.cache_salt)),
             is_native=not path.startswith("/v1/"),
             is_stream=bytes(fields.stream) == b"true",
-            max_new_tokens=_max_new_tokens(fields),
+            max_new_tokens=_max_new_tokens(fields, by_vllm=bool(_json(fields.token_ids))),
         )
 
     def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
@@ -108,14 +112,18 @@ def cached_tokens(reply: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _max_new_tokens(fields: _Body) -> int:
-    """Returns 1 if the body asks for at most one token, else SEVERAL; of a list of parameters, SEVERAL."""
+def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:
+    """Returns 1 if the body asks for at most one token, else SEVERAL; of a list of parameters, SEVERAL.
+
+    ``by_vllm``: its parameters have vLLM's names.
+    """
     limit = _json(fields.max_completion_tokens, fields.max_tokens)
-    if params := _json(fields.sampling_params):
+    if given := _json(fields.sampling_params):
         try:
-            limit = _json(_decode_params(params).max_new_tokens)
+            params = _decode_params(given)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return SEVERAL
+        limit = _json(params.max_tokens if by_vllm else params.max_new_tokens)
     return 1 if limit in (b"0", b"1") else SEVERAL
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType, structs
 
-from segue.api import native
+from segue.api import native, tokenization
+from segue.api import token_generate as tokens
 from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
@@ -40,6 +41,7 @@ MAX_BUCKETS = 1 << 15
 RULES = {  # what fields that may be large are, in words
     **openai.RULES,
     **native.RULES,
+    **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
     "logit_bias": "an object of token ids and numbers",
     "stop_token_ids": "a list of token ids",
@@ -97,6 +99,16 @@ def chat(model: ServedModel) -> Shape:
     )
 
 
+def chat_tokens(model: ServedModel) -> Shape:
+    """``POST /v1/chat/completions/tokens``."""
+    of_chat = chat(model)
+    return replace(
+        of_chat,
+        model=openai.ChatTokensRequest,
+        large={**of_chat.large, "tokens": partial(_token_ids, "tokens", model)},
+    )
+
+
 def completion(model: ServedModel) -> Shape:
     """``POST /v1/completions``."""
     return Shape(
@@ -119,6 +131,35 @@ def generate(model: ServedModel) -> Shape:
             "sampling_params": partial(_params, model.max_prompts),
         },
         refused=unsupported("native"),
+    )
+
+
+def token_generate(model: ServedModel) -> Shape:
+    """``POST /inference/v1/generate``."""
+    return Shape(
+        model=tokens.TokenGenerate,
+        large={
+            "token_ids": partial(_token_ids, "token_ids", model),
+            "sampling_params": partial(_one_params, _TOKEN_PARAMS),
+        },
+        refused=unsupported("tokens"),
+    )
+
+
+def tokenize(model: ServedModel) -> Shape:
+    """``POST /tokenize``."""
+    return Shape(
+        model=tokenization.TokenizeBody,
+        large={"prompt": partial(_text, "prompt"), "messages": _conversation},
+    )
+
+
+def detokenize(model: ServedModel) -> Shape:
+    """``POST /detokenize``."""
+    check = partial(tokenization.check_num_ids, model)
+    return Shape(
+        model=tokenization.DetokenizeBody,
+        large={"tokens": lambda data: Decoded(json_pieces.token_ids(data, check))},
     )
 
 
@@ -152,6 +193,19 @@ def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
     return Decoded(json_pieces.token_ids(data, check_len))
 
 
+def _token_ids(param: str, model: ServedModel, data: bytes) -> Decoded:
+    """Decode the token ids of one prompt, the field ``param``, which have to fit the context."""
+    check = partial(check_prompt_len, limits=model.encoder.limits, param=param)
+    return Decoded(json_pieces.token_ids(data, check))
+
+
+def _text(param: str, data: bytes) -> Any:
+    """Decode a string, the only form that the field ``param`` takes."""
+    if not data.startswith(b'"'):
+        raise InvalidRequestError(f"{param}: expected a string", param=param)
+    return msgspec.json.decode(data)
+
+
 def _strings(param: str, most: int, data: bytes) -> Any:
     """Decode a string, or a list of at most ``most`` strings; ``param`` is the field, for errors."""
     if data.startswith(b'"'):
@@ -179,6 +233,13 @@ def _params(most: int, data: bytes) -> Any:
         raise MisfitError
     ranges = json_pieces.cut(data, most, "objects")
     return [decode_fields(data[start:end].strip(), _PARAMS) for start, end in ranges]
+
+
+def _one_params(shape: Shape, data: bytes) -> Any:
+    """Decode ``sampling_params`` where it is one object, of fields as ``shape`` has them."""
+    if not data.startswith(b"{"):
+        raise InvalidRequestError("sampling_params: expected an object", param="sampling_params")
+    return decode_fields(data, shape)
 
 
 def _conversation(data: bytes) -> Decoded:
@@ -260,6 +321,11 @@ _PARAMS = Shape(
     model=native.NativeSampling,
     large=_sampling(check_num_entries),
     refused=unsupported("sampling"),
+)
+_TOKEN_PARAMS = Shape(
+    model=tokens.TokenSampling,
+    large=_sampling(check_num_entries),
+    refused=unsupported("token_sampling"),
 )
 _CONTROL: dict[str, Decode] = {
     "buckets": _all_buckets,

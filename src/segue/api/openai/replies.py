@@ -6,15 +6,18 @@ what it adds is its delta. Deltas are bytes of JSON, because chunks are put toge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from segue.api.openai.echo import Echo
 from segue.api.openai.requests import Wanted
+from segue.api.openai.token_fields import PromptParts, token_name
 from segue.frontend.detokenizer import TokenTable
-from segue.frontend.request import LOWEST_LOGPROB, Output
+from segue.frontend.request import LOWEST_LOGPROB, Output, RequestState
+from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.messages.requests import Finished
 
 encode = msgspec.json.Encoder().encode
@@ -36,9 +39,11 @@ class ChatDialect:
     """The answers of ``/v1/chat/completions``."""
 
     _table: TokenTable
+    _name: Callable[[int], str]  # writes a token in logprobs
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_in_choice = False  # whether fields about a prompt are part of its choice
 
     def content(self, text: str) -> dict[str, Any]:
         """Return the part of a finished choice that has its text."""
@@ -66,7 +71,7 @@ class ChatDialect:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """Return one token with its text, its log-probability and its bytes."""
         return {
-            "token": self._table.text(token),
+            "token": self._name(token),
             "logprob": max(logprob, LOWEST_LOGPROB),
             "bytes": list(self._table.tokens[token]),
         }
@@ -77,9 +82,11 @@ class CompletionDialect:
     """The answers of ``/v1/completions``. A stream has no first chunk of its own, as there is no role."""
 
     _table: TokenTable
+    _name: Callable[[int], str]  # writes a token in logprobs
 
     object = "text_completion"
     chunk_object = "text_completion"
+    prompt_in_choice = True  # whether fields about a prompt are part of its choice
 
     def content(self, text: str) -> dict[str, Any]:
         """Return the part of a finished choice that has its text."""
@@ -98,7 +105,7 @@ class CompletionDialect:
 
         Tokens of equal text share an entry of ``top_logprobs``, since that is an object by text.
         """
-        text = self._table.text
+        text = self._name
         return {
             "tokens": [text(entry.token) for entry in output.logprobs],
             "token_logprobs": [max(entry.logprob, LOWEST_LOGPROB) for entry in output.logprobs],
@@ -113,24 +120,91 @@ class CompletionDialect:
 Dialect = ChatDialect | CompletionDialect
 
 
-def choice(dialect: Dialect, index: int, output: Output, logprobs: bool) -> dict[str, Any]:
-    """Return one entry of ``choices``, from a finished output; ``logprobs``: whether the call wants them."""
-    assert output.end is not None
-    return {
-        "index": index,
-        **dialect.content(output.text),
-        "logprobs": dialect.logprobs(output) if logprobs else None,
-        "finish_reason": output.end.client_reason,
-    }
+class ReplyChoices:
+    """The choices of one call's answer, whole and in chunks, with the fields that the call asks for."""
+
+    def __init__(
+        self, kind: type[Dialect], wanted: Wanted, states: Sequence[RequestState], table: TokenTable
+    ) -> None:
+        """Take the call's requests, as they are in flight, and the model's tokens."""
+        self._name = token_name(table, wanted.shown.as_ids)
+        self.dialect = kind(table, self._name)
+        self.parts = PromptParts(wanted.shown, table, states)
+        self.has_logprobs = wanted.has_logprobs
+        self._wanted = wanted
+        self._states = states
+        self._table = table
+        self._echoes: dict[int, Echo] = {}
+
+    def num_entries(self, index: int, output: Output) -> int:
+        """Return how many entries a whole choice has, which says how long building and encoding it takes."""
+        count = 1 + sum(1 + len(entry.top) for entry in output.logprobs) + self.parts.num_entries(index)
+        if self._wanted.shown.echo:
+            count += 2 * len(self._states[index].prompt_ids)
+        return count
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        """Return one entry of ``choices``, from a finished output."""
+        assert output.end is not None
+        text, logprobs = output.text, self.logprobs(index, output)
+        if (echo := self.echo(index)) is not None:
+            text = echo.text + text
+            if logprobs is not None and (before := self.echoed_logprobs(index, echo)) is not None:
+                logprobs = {name: [*before[name], *logprobs[name]] for name in before}
+        return {
+            "index": index,
+            **self.dialect.content(text),
+            "logprobs": logprobs,
+            "finish_reason": output.end.client_reason,
+            **self.parts.of_output(output.token_ids),
+            **(self.parts.of_prompt(index) if self.dialect.prompt_in_choice else {}),
+        }
+
+    def common(self) -> dict[str, Any]:
+        """Return the fields of a whole answer that say something about its one prompt, where it has one."""
+        return {} if self.dialect.prompt_in_choice else self.parts.of_prompt(0)
+
+    def echo(self, index: int) -> Echo | None:
+        """Return what shows a choice's prompt before its output; None: the call wants no echo."""
+        if not self._wanted.shown.echo:
+            return None
+        if (echo := self._echoes.get(index)) is None:
+            prompt, ids = self._wanted.requests[index].prompt, self._states[index].prompt_ids
+            echo = self._echoes[index] = Echo.of(prompt, ids, self._table)
+        return echo
+
+    def logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
+        """Return the logprobs of output; None: the call wants none."""
+        if not self.has_logprobs:
+            return None
+        logprobs, echo = self.dialect.logprobs(output), self.echo(index)
+        return logprobs if echo is None else echo.shifted(logprobs)
+
+    def long_echoes(self) -> set[int]:
+        """Return the choices whose echo has many entries."""
+        if not self._wanted.shown.echo:
+            return set()
+        return {i for i, state in enumerate(self._states) if len(state.prompt_ids) > INLINE_ENTRIES}
+
+    def echoed_logprobs(self, index: int, echo: Echo) -> dict[str, Any] | None:
+        """Return the logprobs of a prompt; None: the call wants none."""
+        if not self.has_logprobs:
+            return None
+        num_top = self._wanted.requests[index].options.logprobs
+        return echo.logprobs(self._states[index].prompt_logprobs, num_top, self._name)
 
 
 class Chunks:
     """Encodes a stream's events; what does not change is encoded once."""
 
-    def __init__(self, dialect: Dialect, wanted: Wanted) -> None:
+    def __init__(self, choices: ReplyChoices, wanted: Wanted) -> None:
         """Encode what every chunk of the call begins and ends with."""
-        self._dialect = dialect
-        self._logprobs = wanted.has_logprobs
+        self._choices = choices
+        self._dialect = choices.dialect
+        self._parts = choices.parts
+        self._shows_tokens = choices.has_logprobs or choices.parts.shows_ids
+        self._long = choices.long_echoes()
+        self._openings: dict[int, bytes] = {}  # that were made before they are sent
         self._usage = wanted.usage_in_stream
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {
@@ -138,38 +212,84 @@ class Chunks:
             for index, request in enumerate(wanted.requests)
             if request.outputs or request.output_end is not None
         }
-        self._head = b"data: " + encode(wanted.envelope(dialect.chunk_object))[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
+        self._head = b"data: " + encode(wanted.envelope(self._dialect.chunk_object))[:-1] + b',"choices":['
+        self._end = b',"usage":null}\n\n' if self._usage else b"}\n\n"
 
     def of(self, index: int, output: Output) -> bytes:
         """Return the chunks for new output of choice ``index``, as events; empty if there is nothing to say.
 
-        A choice begins with its role (chat only), then comes text, and at the end the finish reason.
+        A choice begins with its role (chat only) or its prompt (where an echo is wanted), then comes text,
+        and at the end the finish reason.
         """
-        data = b""
-        if index not in self._begun:
+        data, parts = b"", self._parts
+        begins = index not in self._begun
+        if begins:
             self._begun.add(index)
-            if self._dialect.first_delta is not None:
-                data = self._chunk(index, self._dialect.first_delta)
-        if output.text or (self._logprobs and output.token_ids):
-            logprobs = encode(self._dialect.logprobs(output)) if self._logprobs else b"null"
-            data += self._chunk(index, self._dialect.delta(output.text), logprobs)
+            data = self._openings.pop(index, b"") or self._opening(index)
+        fields = parts.of_output(output.token_ids)
+        if begins and not data:
+            fields |= parts.ids_of_prompt(index)
+        if output.text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
+            logprobs = encode(self._choices.logprobs(index, output))
+            data += self._chunk(index, self._dialect.delta(output.text), logprobs, fields=_members(fields))
         if output.end is not None:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.client_reason))
         return data
+
+    def is_due(self, index: int) -> bool:
+        """Whether :meth:`of` would have long work with a prompt; :meth:`open` does it before."""
+        return index in self._long
+
+    def open(self, index: int) -> None:
+        """Make what a choice needs of its prompt; any thread may do so once the choice has output."""
+        self._long.discard(index)
+        if index in self._begun:
+            self._choices.echo(index)
+        else:
+            self._openings[index] = self._opening(index)
+
+    def _opening(self, index: int) -> bytes:
+        """Return the chunk that says something before the output: the role (chat only), or the echo."""
+        if self._dialect.first_delta is not None:
+            return self._chunk(
+                index, self._dialect.first_delta, common=_members(self._parts.ids_of_prompt(index))
+            )
+        if (echo := self._choices.echo(index)) is None:
+            return b""
+        logprobs = encode(self._choices.echoed_logprobs(index, echo))
+        fields = _members(self._parts.ids_of_prompt(index))
+        return self._chunk(index, self._dialect.delta(echo.text), logprobs, fields=fields)
 
     def usage(self, ends: Sequence[Finished]) -> bytes:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
         return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
-        """Return one event; ``delta``, ``logprobs`` and ``reason`` are JSON already."""
-        return b'%s{"index":%d,%s%s,"logprobs":%s,"finish_reason":%s}%s' % (
+    def _chunk(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: bytes = b"null",
+        reason: bytes = b"null",
+        fields: bytes = b"",
+        common: bytes = b"",
+    ) -> bytes:
+        """Return one event; all parts of it are JSON already.
+
+        ``fields`` are further ones of the choice, and ``common`` those beside it, with a comma before each.
+        """
+        return b'%s{"index":%d,%s%s,"logprobs":%s,"finish_reason":%s%s}]%s%s' % (
             self._head,
             index,
             self._dialect.delta_name,
             delta,
             logprobs,
             reason,
+            fields,
+            common,
             self._end,
         )
+
+
+def _members(fields: dict[str, Any]) -> bytes:
+    """Return fields as JSON that follows another field of the same object."""
+    return b"," + encode(fields)[1:-1] if fields else b""

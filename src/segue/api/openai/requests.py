@@ -15,7 +15,8 @@ from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
-from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
+from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
+from segue.api.request_fields import check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
@@ -46,7 +47,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # not supported
 
 
-class SamplingBody(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
     model: str | None = None  # None: the served one
@@ -115,8 +116,14 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_
     """``POST /v1/completions``."""
 
     prompt: str | list[str | int | list[int]]  # all items of one type
-    add_special_tokens: bool | None = None  # to a text; None: they are added
     logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
+    echo: bool | None = None
+
+
+class ChatTokensRequest(ChatCompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions/tokens``: the messages are not rendered, their token ids come with them."""
+
+    tokens: list[TokenId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +137,7 @@ class Wanted:
     batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
+    shown: Shown = NOTHING
 
     @property
     def has_logprobs(self) -> bool:
@@ -155,18 +163,22 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    names = {"max_tokens": limit_name, "logprobs": "top_logprobs"}
+    names = {"max_tokens": limit_name, "logprobs": "top_logprobs", "num_prompt_top": "prompt_logprobs"}
+    wishes = shown(body, stream=bool(body.stream))
+    given = body.tokens if isinstance(body, ChatTokensRequest) else None
     request = GenerateRequest(
         rid=rid,
-        prompt=await model.encoder.render(await _messages(body.messages)),
-        options=_options(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
+        prompt=await model.encoder.render(await messages_of(body.messages)) if given is None else given,
+        options=_options(
+            body, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
+        ),
         priority=priority,
         cache_salt=salt,
-        add_special_tokens=False,
-        param="messages",
+        add_special_tokens=bool(body.add_special_tokens),
+        param="messages" if given is None else "tokens",
         bootstrap=bootstraps(body, 1)[0],
     )
-    return _wanted(body, model, rid, [request])
+    return _wanted(body, model, rid, [request], wishes)
 
 
 def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
@@ -176,7 +188,9 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
     """
     rid = _checked(body, model, reply_id or f"cmpl-{uuid.uuid4().hex}")
     priority, salt = check_fields(body)
-    options = _options(body)
+    wishes = shown(body, stream=bool(body.stream), echo=bool(body.echo))
+    of_prompt = prompt_options(wishes, -1 if body.logprobs is None else body.logprobs)
+    options = _options(body, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
@@ -194,13 +208,12 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
         )
         for each, prompt, bootstrap in zip(rids, prompts, bootstraps(body, len(prompts)), strict=True)
     ]
-    return _wanted(body, model, rid, requests)
+    return _wanted(body, model, rid, requests, wishes)
 
 
 def _checked(body: SamplingBody, model: ServedModel, reply_id: str) -> str:
     """Check what chat and completions have in common; return the reply's id, which may be the client's."""
-    if body.model is not None and body.model not in ANY_MODEL:
-        check_model(body.model, model)
+    check_given_model(body.model, model)
     check_num_biases(len(body.logit_bias or ()))
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         name = "stream_options.continuous_usage_stats"
@@ -221,6 +234,12 @@ def _options(body: SamplingBody, **others: Any) -> SamplingOptions:
     )
 
 
+def check_given_model(name: str | None, model: ServedModel) -> None:
+    """Raise ModelNotFoundError for a body that names another model than the served one."""
+    if name is not None and name not in ANY_MODEL:
+        check_model(name, model)
+
+
 def check_model(name: str, model: ServedModel) -> None:
     """Raise ModelNotFoundError unless the model has this name."""
     if name not in model.names:
@@ -233,6 +252,11 @@ def check_model(name: str, model: ServedModel) -> None:
 def parse_chat(body: Any) -> ChatCompletionRequest:
     """Check the body of ``POST /v1/chat/completions``. Raises as :func:`segue.api.validation.parse` does."""
     return parse(ChatCompletionRequest, _without_nothing(body, "chat"), rules=RULES)
+
+
+def parse_chat_tokens(body: Any) -> ChatTokensRequest:
+    """Check the body of ``POST /v1/chat/completions/tokens``, as :func:`parse_chat` does."""
+    return parse(ChatTokensRequest, _without_nothing(body, "chat"), rules=RULES)
 
 
 def parse_completion(body: Any) -> CompletionRequest:
@@ -259,6 +283,7 @@ def _wanted(
     model: ServedModel,
     rid: str,
     requests: list[GenerateRequest],
+    wishes: Shown,
 ) -> Wanted:
     """Return the call of checked requests, which share the id ``rid``; checks the options of streams."""
     if body.stream_options is not None and not body.stream:
@@ -271,6 +296,7 @@ def _wanted(
         batch_id=rid if len(requests) > 1 else None,
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
+        shown=wishes,
     )
 
 
@@ -286,7 +312,7 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them.
 
     Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, and fields
