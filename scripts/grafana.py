@@ -41,7 +41,12 @@ class Panel:
 
 def gauge(name: str, legend: str = "{{instance}}") -> Query:
     """A gauge of engines as it is."""
-    return Query(f"segue:{name}{ENGINE}", legend)
+    return each(f"segue:{name}{ENGINE}", legend)
+
+
+def each(expression: str, legend: str) -> Query:
+    """A query with a line per engine; a router's `/engine_metrics` tells them apart by `worker`."""
+    return Query(expression, legend.replace("{{instance}}", "{{instance}} {{worker}}"))
 
 
 def rate(name: str, legend: str, *labels: str) -> Query:
@@ -135,7 +140,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Failovers",
             "short",
-            [Query(f"segue:failovers_total{ENGINE}", "{{instance}}"), gauge("epoch", "epoch {{instance}}")],
+            [each(f"segue:failovers_total{ENGINE}", "{{instance}}"), gauge("epoch", "epoch {{instance}}")],
             "Wakes in the place of another engine, and the epoch under which each engine serves.",
         ),
         Panel("Time of the last wake, by phase", "s", [gauge("wake_seconds", "{{phase}} {{instance}}")]),
@@ -161,11 +166,11 @@ ROWS: dict[str, list[Panel]] = {
             "Updates",
             "short",
             [
-                Query(
+                each(
                     f"increase(segue:weight_updates_total{ENGINE}[$__rate_interval])",
                     "took effect {{instance}}",
                 ),
-                Query(
+                each(
                     f"increase(segue:weight_update_failures_total{ENGINE}[$__rate_interval])",
                     "failed {{instance}}",
                 ),

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from segue.frontend.stats import Stats
 from segue.messages.control import Counters, HandoverCounters, LapsCounters
 from segue.router.choice import RoutingRules
+from segue.router.engine_metrics import LABEL
 from segue.router.registry import Registry
 from segue.router.status import RouterCollector
 from segue.server.metrics import _handover_metrics, _histogram, _laps_metrics, _metric, _warm_metrics
@@ -29,7 +30,7 @@ from tests.server.live import LiveServer
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "grafana.json"
-OF_SCRAPES = {"instance", "job"}  # labels that Prometheus itself adds
+OF_SCRAPES = {"instance", LABEL}  # labels that Prometheus itself adds, and a router's /engine_metrics
 
 # A selector: the name of a metric, with the matchers behind it if there are any.
 _SELECTOR = re.compile(r"([a-zA-Z_]\w*:\w+)(?:\{([^}]*)\})?")
