@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from segue.server.connections import ConnectionLimits
+from tests.conftest import WaitUntil
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
 from tests.server.live import LiveServer
@@ -75,6 +76,19 @@ def test_clients_that_never_end_their_handshake_give_way_and_have_little_time(
         for client in clients[:num_closed]:
             assert client.recv(1) == b""
         assert server.client.get("/version").status_code == 200
+
+
+def test_a_connection_that_gives_way_is_closed_whatever_its_client_does(
+    tiny_model: Path, certificate: Path, wait_until: WaitUntil
+) -> None:
+    limits = ConnectionLimits(max_connections=1, spare_connections=1, evict_after_s=0.0)
+    options = tls_options(certificate)
+    context = ssl.create_default_context(cafile=str(certificate))
+    with LiveServer(tiny_model, started=False, certificate=certificate, limits=limits, **options) as server:
+        raw = socket.create_connection(address(server), timeout=10)
+        with context.wrap_socket(raw, server_hostname="127.0.0.1"):  # it never reads the end of TLS
+            assert server.client.get("/version").status_code == 200
+            wait_until(lambda: len(server._http.server_state.connections) == 1)
 
 
 def test_a_server_ends_although_clients_do_not_agree_to_the_end_of_tls(

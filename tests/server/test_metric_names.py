@@ -66,6 +66,23 @@ def test_each_metric_that_has_other_names_is_one_of_an_engine(server: LiveServer
     assert "vllm:request_success_total:length:tiny-model" in both
 
 
+READ_BY_OTHERS = {
+    # What routers for Kubernetes read of an endpoint by default.
+    *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+    *("sglang:num_queue_reqs", "sglang:num_running_reqs", "sglang:token_usage"),
+    # What a trainer's own monitor reads besides.
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+    *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"),
+    *("vllm:time_to_first_token_seconds_sum", "vllm:inter_token_latency_seconds_count"),
+    *("vllm:e2e_request_latency_seconds_sum", "sglang:num_retracted_requests_total"),
+}
+
+
+def test_those_who_know_other_engines_find_what_they_read(server: LiveServer) -> None:
+    samples = Found(list(named(_engine_metrics(server.runtime), ["vllm", "sglang"]))).samples()
+    assert READ_BY_OTHERS <= {":".join(name.split(":")[:2]) for name in samples}
+
+
 @pytest.mark.parametrize("names", ["vllm,vllm", "tgi", "segue,,vllm", "VLLM"])
 def test_other_names_than_those_are_refused(names: str) -> None:
     with pytest.raises(ConfigError, match=r"^metric_names="):
