@@ -78,6 +78,7 @@ def test_an_abort_is_an_end(slow: LiveServer, rid: str) -> None:
         next(told)
         assert slow.client.post("/abort_request", json={"rid": rid}).status_code == 200
         assert isinstance(list(told)[-1], End)
+    assert slow.runtime.manager.stats.finished["abort"] == 1
 
 
 @pytest.mark.parametrize("rid", [None, "mine"])
