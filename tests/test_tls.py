@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from segue.cluster.config import ClusterConfig
+from segue.cluster.lifecycle import run_cluster
 from segue.config import EngineConfig
 from segue.errors import ConfigError
+from segue.listener import bind
 from segue.router.config import RouterConfig
+from segue.router.lifecycle import route
+from segue.server import lifecycle
 from segue.tls import scheme_of, server_context
 from tests.support.certificates import make_certificate, openssl, tls_options
 
@@ -64,3 +71,22 @@ def test_a_key_may_be_encrypted_or_in_the_file_of_the_certificate(files: Path) -
 
 def test_without_files_a_server_speaks_plain_http() -> None:
     assert server_context(EngineConfig()) is None and scheme_of(EngineConfig()) == "http"
+
+
+@pytest.mark.parametrize("command", ["serve", "router", "router of two processes", "cluster"])
+def test_every_command_says_so_before_it_starts_anything(command: str) -> None:
+    given = {"ssl_certfile": "/no/such.pem", "ssl_keyfile": "/no/such.key"}
+
+    async def start() -> None:
+        with closing(bind("127.0.0.1", 0)) as listener:
+            if command == "serve":
+                config = EngineConfig(model="/no/such/model", **given)
+                await lifecycle.serve(config, listener, lambda *_: None)
+            elif command == "cluster":
+                await run_cluster(ClusterConfig.create({}, workers=1, port=0, **given), lambda *_: None)
+            else:
+                processes = 2 if "two" in command else 1
+                await route(RouterConfig(processes=processes, **given), listener, lambda _: None)
+
+    with pytest.raises(ConfigError, match=r"ssl_certfile='/no/such.pem': the file cannot be read"):
+        asyncio.run(start())
