@@ -64,6 +64,10 @@ def log_is_seen_again() -> Iterator[None]:
     """
     yield
     logging.getLogger("segue").propagate = True
+    logging.captureWarnings(False)
+    sys.excepthook = sys.__excepthook__
+    root = logging.getLogger()
+    root.handlers[:] = [each for each in root.handlers if not type(each).__module__.startswith("segue")]
 
 
 @pytest.fixture(scope="session")

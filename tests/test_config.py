@@ -74,6 +74,14 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
         ({"batch_prefill_seq_lengths": "16,0"}, "expected numbers from 1 on, separated by commas"),
         ({"precompile_bs_paddings": [4, 0]}, "precompile_bs_paddings='4,0': expected numbers from 1 on"),
         ({"precompile_token_paddings": ()}, "precompile_token_paddings='': must not be empty"),
+        (
+            {"root_path": "segue"},
+            "root_path='segue': expected a path like /segue, without a slash at its end",
+        ),
+        ({"root_path": "/"}, "root_path='/': expected a path"),
+        ({"root_path": "/a/../b"}, "root_path='/a/../b': expected a path"),
+        ({"root_path": "/a b"}, "root_path='/a b': expected a path"),
+        ({"log_format": "xml"}, "log_format='xml': choose one of text, json"),
         ({"colour": 1}, "unknown option 'colour'; known: "),
     ],
 )

@@ -12,12 +12,14 @@ from typing import Literal
 
 from segue.bootstrap_hosts import parse_entries
 from segue.errors import ConfigError
+from segue.logs import LogFormat
 from segue.options import (
     OptionAlias,
     Options,
     check_key,
     check_name,
     check_own_url,
+    check_root_path,
     check_socket_directory,
     option,
     parse_list,
@@ -36,6 +38,7 @@ HealthStatus = Literal["ready", "notready"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MIB = 1 << 20
+METRIC_NAMES = ("segue", "vllm", "sglang")  # engines whose names /metrics can use
 SERVER_GROUPS = ("Server", "Failover")  # options that only `segue serve` takes
 MOST_SHADOWS = 8  # engines that stand by for one
 SYSTEM_PORT = 9090  # of an engine that stands by, unless another one is given
@@ -65,6 +68,20 @@ def parse_endpoints(text: str, name: str) -> list[str]:
     for each in names:
         if each != "generate":
             raise ConfigError(f"{name}={text!r}: {each!r} is no endpoint; give generate, or none", param=name)
+    return names
+
+
+def parse_metric_names(text: str, name: str) -> list[str]:
+    """Return the engines of an option like "segue,vllm".
+
+    Raises:
+        ConfigError: an entry is none of the known ones, or comes twice.
+    """
+    names = parse_list(text, name)
+    for each in names:
+        if each not in METRIC_NAMES or names.count(each) > 1:
+            rule = f"expected some of {', '.join(METRIC_NAMES)}, each once and separated by commas"
+            raise ConfigError(f"{name}={text!r}: {rule}", param=name)
     return names
 
 
@@ -297,6 +314,17 @@ class EngineConfig(Options):
 
     host: str = _server("127.0.0.1", "Host name or address to listen on.")
     port: int = _server(30000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    ssl_certfile: str | None = _server(
+        None, "File of the server's certificate and of those that vouch for it, in PEM form: it speaks HTTPS."
+    )
+    ssl_keyfile: str | None = _server(None, "File of the certificate's private key, in PEM form.")
+    ssl_keyfile_password: str | None = _server(None, "Password of --ssl-keyfile, if the key is encrypted.")
+    root_path: str | None = _server(
+        None,
+        "Path, like /segue, that a proxy in front of this server puts before its routes and removes again; "
+        "requests that still have it are served too.",
+        check=check_root_path,
+    )
     api_key: str | None = _server(
         None, "Key that clients must send as a bearer token; default: no key is needed.", check=check_key
     )
@@ -304,6 +332,12 @@ class EngineConfig(Options):
         None, "Key that the control routes need; default: --api-key.", check=check_key
     )
     open_metrics: bool = _server(False, "Answer /metrics without a key, like the health routes.")
+    metric_names: str = _server(
+        "segue",
+        "Whose names /metrics uses, separated by commas: segue, and vllm and sglang for those metrics that "
+        "mean the same there.",
+        check=parse_metric_names,
+    )
     allowed_hosts: str | None = _server(
         None,
         "Host names that requests to this server may use, besides localhost and --host, separated by commas; "
@@ -347,6 +381,9 @@ class EngineConfig(Options):
         maximum=86400.0,
     )
     log_level: LogLevel = _server("info", "Lowest level of messages that are logged.")
+    log_format: LogFormat = _server(
+        "text", "How lines of the log look: 'text', or 'json': one object per line."
+    )
 
     shadow_mode: bool = _failover(
         False,

@@ -163,6 +163,7 @@ def install(
             allow_origins=sorted(guard.origins),
             allow_methods=["GET", "POST"],
             allow_headers=[ANY],
+            expose_headers=["X-Request-Id"],
         )
 
     def middleware(app: ASGIApp) -> ASGIApp:

@@ -68,10 +68,10 @@ def sibling(listener: socket.socket) -> socket.socket:
     return other
 
 
-def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    """The base URL of a bound socket, at which a server speaks ``scheme``."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def with_host_of(url: str, other: str) -> str:

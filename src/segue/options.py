@@ -187,6 +187,18 @@ def check_own_url(url: str, name: str) -> None:
         raise ConfigError(f"{name}={url!r}: {rule}; give one of its addresses", param=name)
 
 
+def check_root_path(text: str, name: str) -> None:
+    """Raise ConfigError unless a text is a path that a proxy can put before the server's routes."""
+    parts = text.split("/")
+    if text[:1] != "/" or not all(
+        re.fullmatch(r"(?!\.{1,2}$)[\w.~-]+", part, re.ASCII) for part in parts[1:]
+    ):
+        rule = (
+            "expected a path like /segue, without a slash at its end, of letters, digits, '-', '_', '.', '~'"
+        )
+        raise ConfigError(f"{name}={text!r}: {rule}", param=name)
+
+
 def parse_sizes(text: str, name: str) -> list[int]:
     """Return the numbers of an option like "1,2,4,8" or "1 2 4 8".
 

@@ -273,7 +273,8 @@ def test_max_new_tokens_is_clamped_to_the_context(engine: FakeEngine) -> None:
 
 
 def test_server_info_hides_keys(tiny_model: Path) -> None:
-    with start(tiny_model, api_key="secret-1", admin_api_key="secret-2") as engine:
+    keys = {"api_key": "secret-1", "admin_api_key": "secret-2", "ssl_keyfile_password": "secret-3"}
+    with start(tiny_model, **keys) as engine:
         info = engine.get_server_info()
     assert "secret" not in str(info)
     assert info["decided"]["max_seq_len"] == 512

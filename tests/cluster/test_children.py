@@ -117,6 +117,34 @@ def test_the_router_gets_its_number_of_processes() -> None:
     assert words(router)["--processes"] == "3"
 
 
+def test_the_router_alone_speaks_tls_and_is_probed_so() -> None:
+    tls = {"ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem", "ssl_keyfile_password": "secret"}
+    found = children(workers=1, shadows=1, root_path="/p", router_url="https://127.0.0.1:40000", **tls)
+    router = words(found["router"])
+    assert (router["--ssl-certfile"], router["--ssl-keyfile"], router["--root-path"]) == (
+        "/c.pem",
+        "/k.pem",
+        "/p",
+    )
+    assert "secret" not in str(found["router"].command)
+    assert found["router"].environment["SEGUE_SSL_KEYFILE_PASSWORD"] == "secret"
+    health = found["router"].health
+    assert health is not None and {probe.action.scheme for probe in health.probes.values()} == {"HTTPS"}  # type: ignore[union-attr]
+    for name in ("engine-a", "engine-b"):
+        assert not {"--ssl-certfile", "--ssl-keyfile", "--root-path"} & words(found[name]).keys()
+        assert "SEGUE_SSL_KEYFILE_PASSWORD" not in found[name].environment
+        health = found[name].health
+        assert health is not None and {probe.action.scheme for probe in health.probes.values()} == {"HTTP"}  # type: ignore[union-attr]
+
+
+def test_every_child_writes_the_log_in_the_same_form() -> None:
+    found = children(workers=1, shadows=1, log_format="json")
+    for name in ("engine-a", "router"):
+        assert words(found[name])["--log-format"] == "json"
+    for name in ("gms", "gms-holder"):
+        assert found[name].environment["SEGUE_LOG_FORMAT"] == "json"
+
+
 def test_flags_make_the_same_options_again() -> None:
     app, found = typer.Typer(), []
 

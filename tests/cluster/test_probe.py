@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from segue.cluster import probe
 from segue.cluster.probe import ReadinessProbe, is_ready
+from segue.failover.pod import HttpGet, Probe
+from segue.failover.prober import ask
+from tests.support.certificates import make_certificate, tls_options
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 
@@ -72,6 +77,35 @@ def test_silence_means_that_it_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_endless_answer_is_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "ANSWER_BYTES", 1000)
     assert not asked(OK + b'{"serving": 2, "x": "%s"}' % (b"x" * 5000), 1)[0]
+
+
+def test_a_child_that_speaks_tls_is_asked_so_whatever_its_certificate_is(tmp_path: Path) -> None:
+    """Both by the probe of its start and by those of its manifest."""
+    files = tls_options(make_certificate(tmp_path / "child.pem"))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(files["ssl_certfile"], files["ssl_keyfile"])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(OK + b'{"serving": 1}')
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
+            port = server.sockets[0].getsockname()[1]
+            for scheme, answers in (("https", True), ("http", False)):
+                url = f"{scheme}://127.0.0.1:{port}/ready"
+                assert await is_ready(ReadinessProbe(url=url, min_serving=1)) is answers
+                get = HttpGet(path="/ready", port=port, scheme="HTTPS" if answers else "HTTP")
+                failure = await ask(Probe(action=get, timeout_s=10), {}, no_command)
+                assert (failure is None) is answers
+
+    asyncio.run(test())
+
+
+async def no_command(command: tuple[str, ...]) -> str | None:
+    raise AssertionError(command)
 
 
 def test_nobody_listening_means_that_it_is_not_ready() -> None:

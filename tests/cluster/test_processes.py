@@ -46,6 +46,22 @@ def test_the_lines_of_both_outputs_arrive_whole() -> None:
     assert lines == ["one", "two", "", "b\ufffd"] and reason == "with exit code 4"
 
 
+def test_a_wait_that_was_cancelled_makes_no_error_of_the_process_s_end() -> None:
+    async def test() -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        spec = replace(stand_in("a", 0), command=(sys.executable, "-S", "-E", "-c", "input()"))
+        process = ChildProcess(spec, print)
+        waiting = asyncio.create_task(process.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await process.close()
+        assert errors == []
+
+    asyncio.run(test())
+
+
 def test_a_line_without_end_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LINE_BYTES", 1000)
     lines, _ = asyncio.run(lines_of("print('x' * 5000)"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 
 import pytest
 
@@ -53,6 +55,21 @@ def test_a_terminal_has_one_line_that_is_redrawn_below_the_log() -> None:
         f"{CLEAR}b | hello\n{CLEAR}Starting b: 1 of 2 after 3 s"
         f"{CLEAR}"
     )
+
+
+def test_as_json_each_line_names_the_child(caplog: pytest.LogCaptureFixture) -> None:
+    stream = FakeTerminal()
+    progress = StartProgress(["a", "b"], stream, Clock(), as_json=True)
+    progress.redraw()
+    with caplog.at_level(logging.INFO, logger="segue"):
+        progress.ready("a")
+    progress.line("a", '{"time": "now", "message": "hello"}')
+    progress.line("b", "Traceback: 1")
+    progress.finish()
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first == {"time": "now", "message": "hello", "process": "a"}
+    assert (second["message"], second["process"], second["level"]) == ("Traceback: 1", "b", "info")
+    assert caplog.messages == ["a is ready, 1 of 2 after 0 s"]
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), FakeTerminal()])

@@ -53,6 +53,12 @@ def test_the_probes_of_the_manifest_are_those_of_the_design() -> None:
     assert containers["router"].probes[ProbeKind.READINESS].action == HttpGet(path="/ready", port="http")
 
 
+def test_a_probe_may_ask_by_https() -> None:
+    probe = {"httpGet": {"path": "/live", "port": 9090, "scheme": "HTTPS"}}
+    found = read_pod(pod(livenessProbe=probe))["engine"].probes[ProbeKind.LIVENESS]
+    assert found.action == HttpGet(path="/live", port=9090, scheme="HTTPS")
+
+
 def test_times_that_are_left_out_are_those_of_kubernetes() -> None:
     probe = {"httpGet": {"path": "/live", "port": 9090}}
     found = read_pod(pod(livenessProbe=probe))["engine"].probes[ProbeKind.LIVENESS]
@@ -69,8 +75,12 @@ def test_times_that_are_left_out_are_those_of_kubernetes() -> None:
         (pod(livenessProbe={"tcpSocket": {"port": 1}}), "'engine', livenessProbe has tcpSocket; exactly one"),
         (pod(startupProbe={}), "startupProbe has nothing; exactly one of httpGet and exec is understood"),
         (
-            pod(startupProbe={"httpGet": {"port": "system", "scheme": "HTTPS"}}),
-            "startupProbe: httpGet has scheme; path and port alone are understood",
+            pod(startupProbe={"httpGet": {"port": "system", "host": "elsewhere"}}),
+            "startupProbe: httpGet has host; path, port and scheme alone are understood",
+        ),
+        (
+            pod(startupProbe={"httpGet": {"port": "system", "scheme": "https"}}),
+            "startupProbe: httpGet's scheme is 'https'; give HTTP or HTTPS",
         ),
         (
             pod(startupProbe={"httpGet": {"port": "metrics"}}),

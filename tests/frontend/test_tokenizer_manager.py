@@ -323,6 +323,35 @@ def test_a_batchs_id_aborts_its_children_that_still_run(bench: Bench) -> None:
     run(work())
 
 
+def test_an_alias_aborts_the_requests_of_every_call_that_has_it(bench: Bench) -> None:
+    async def work() -> None:
+        calls = [[request("a")], [request("b0"), request("b1")], [request("c")], [request("same")]]
+        made = [
+            await bench.manager.submit(each, None if len(each) == 1 else "b", alias=alias)
+            for each, alias in zip(calls, ("same", "same", "other", ""), strict=True)
+        ]
+        bench.step(("b1", 70), finished=(ended("b1", 1),))
+        del bench.sent[:]
+        made[3].close()  # a client that leaves aborts its own request alone, whatever others call theirs
+        assert bench.sent == [Abort("same")]
+        bench.manager.abort("same", message="enough")
+        rids = {message.rid for message in bench.sent[1:] if isinstance(message, Abort)}
+        assert rids == {"a", "b0", "same"}
+        bench.step(finished=tuple(ended(rid, 0, "abort") for rid in ("a", "b0", "same")))
+        assert list(bench.manager._aliases) == ["other"]
+
+    run(work())
+
+
+def test_a_call_that_is_refused_leaves_no_alias(bench: Bench) -> None:
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError):
+            await bench.manager.submit([request("a"), request("b", prompt=[9999])], "batch", alias="x")
+        assert bench.manager._aliases == {}
+
+    run(work())
+
+
 def test_only_exact_rids_are_aborted(bench: Bench) -> None:
     async def work() -> None:
         await bench.submit(request("abc"))

@@ -56,7 +56,7 @@ async def process(*workers: FakeWorker, **options: str) -> AsyncIterator[RouterP
     )
     assert running.stdout is not None
     line = (await running.stdout.readline()).decode()
-    url = next(word for word in line.split() if word.startswith("http://"))
+    url = next(word for word in line.split() if word.startswith(("http://", "https://")))
     key = options.get("api_key")
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     client = httpx.AsyncClient(base_url=url, timeout=10, headers=headers, verify=False)

@@ -76,6 +76,21 @@ def test_the_workers_get_a_request_at_the_same_time() -> None:
     run(test())
 
 
+def test_a_worker_gets_the_clients_request_id_by_which_it_aborts() -> None:
+    async def test() -> None:
+        worker = FakeWorker()
+        async with routed(worker) as router:
+            named = await router.http.post(
+                "/generate", json={"text": "Hello"}, headers={"X-Request-Id": "mine"}
+            )
+            random = await router.generate()
+            given = [exchange.headers["x-request-id"] for exchange in worker.exchanges]
+            assert given == ["mine", random.headers["x-request-id"]]
+            assert named.headers["x-request-id"] == "mine"
+
+    run(test())
+
+
 def test_an_abort_is_answered_with_an_empty_body() -> None:
     async def test() -> None:
         workers = [ControlledWorker(), ControlledWorker()]

@@ -156,6 +156,15 @@ def test_ends_of_requests_are_counted_in_one_sum(shared: SharedRouter) -> None:
     shared.run(test)
 
 
+def test_an_answer_of_the_coordinator_has_the_clients_request_id_once(shared: SharedRouter) -> None:
+    async def test() -> None:
+        for path in ("/workers", "/v1/models"):  # the process itself answers the second
+            reply = await shared.router.http.get(path, headers={"X-Request-Id": "mine"})
+            assert reply.headers.get_list("x-request-id") == ["mine"]
+
+    shared.run(test)
+
+
 def test_a_drain_holds_in_every_process_once_it_is_answered(shared: SharedRouter) -> None:
     first, second = shared.workers
 

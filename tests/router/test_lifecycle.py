@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.router.fake_servers import REPLY, STREAM, Exchange, FakeWorker, run, until
 from tests.router.router_process import process, until_answered
 from tests.router.test_relay import EVENTS, begin_only
+from tests.support.certificates import make_certificate, tls_options
 
 
 def test_it_relays_requests_and_ends_at_ctrl_c() -> None:
@@ -25,8 +27,10 @@ def test_it_relays_requests_and_ends_at_ctrl_c() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_sigterm_lets_running_requests_end(processes: str) -> None:
+@pytest.mark.parametrize(("processes", "speaks_tls"), [("1", False), ("1", True), ("2", True)])
+def test_sigterm_lets_running_requests_end(processes: str, speaks_tls: bool, tmp_path: Path) -> None:
+    options = tls_options(make_certificate(tmp_path / "router.pem")) if speaks_tls else {}
+
     async def test() -> None:
         go_on = asyncio.Event()
 
@@ -38,11 +42,12 @@ def test_sigterm_lets_running_requests_end(processes: str) -> None:
             exchange.end()
 
         async with (
-            process(FakeWorker(answer), processes=processes) as router,
+            process(FakeWorker(answer), processes=processes, **options) as router,
             router.http.stream("POST", "/generate", json=STREAM) as reply,
         ):
             parts = reply.aiter_raw()
             assert await anext(parts) == EVENTS[0]
+            assert router.url.startswith("https://") == speaks_tls
             router.process.send_signal(signal.SIGTERM)
             await until_answered(router.http, "/ready", lambda reply: reply.status_code == 503)
             go_on.set()

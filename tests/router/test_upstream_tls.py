@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,19 +11,14 @@ from segue.errors import ConfigError
 from segue.router.config import RouterConfig
 from segue.router.upstream_connection import HIGH_BYTES
 from tests.router.fake_servers import REPLY, STREAM, Exchange, FakeWorker, routed, run, until
+from tests.support.certificates import make_certificate
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1, in one file with its key; nobody but itself vouches for it."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the program openssl")
-    path = tmp_path_factory.mktemp("tls") / "worker.pem"
-    key = path.with_suffix(".key")
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=worker"
-    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(path)]
-    subprocess.run([*command.split(), *files], check=True, capture_output=True)
-    path.write_text(path.read_text() + key.read_text())
+    """A certificate for 127.0.0.1, in one file with its key."""
+    path = make_certificate(tmp_path_factory.mktemp("tls") / "worker.pem")
+    path.write_text(path.read_text() + path.with_suffix(".key").read_text())
     return path
 
 

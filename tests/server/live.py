@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from segue.messages.control import State
 from segue.server.app import create_app
 from segue.server.connections import ConnectionLimits
 from segue.server.http_server import HttpServer
+from segue.tls import scheme_of, server_context
 from tests.support.fake_engine import FAKE_WORKER
 
 T = TypeVar("T")
@@ -33,9 +35,13 @@ class LiveServer:
         started: bool = True,
         real: bool = False,
         limits: ConnectionLimits | None = None,
+        certificate: Path | None = None,
         **options: Any,
     ) -> None:
-        """Start the server; with ``real``, over a scheduler in a thread that runs the model."""
+        """Start the server; with ``real``, over a scheduler in a thread that runs the model.
+
+        Its client trusts the ``certificate``.
+        """
         self.config = EngineConfig.create(
             model=str(model), load_format="dummy", port=0, log_level="error", **options
         )
@@ -45,11 +51,14 @@ class LiveServer:
             start = Runtime.start_active(self.config, embedded=real, command=FAKE_WORKER)
             self.app.state.runtime = self._thread.call(start)
         listener = bind(self.config.host, self.config.port)
-        self.url = url_of(listener)
+        self.url = url_of(listener, scheme_of(self.config))
         limits = limits or ConnectionLimits.of_this_process(self.config.max_body_mib)
-        self._http = HttpServer(self.app, limits, self.config.log_level)
+        tls, root_path = server_context(self.config), self.config.root_path
+        self._http = HttpServer(self.app, limits, self.config.log_level, tls=tls, root_path=root_path)
         self._serving = self._thread.submit(self._http.serve(sockets=[listener]))
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self._thread.call(asyncio.wait_for(self._http.accepts.wait(), 10))
+        trusted = True if certificate is None else ssl.create_default_context(cafile=str(certificate))
+        self.client = httpx.Client(base_url=self.url, timeout=20, verify=trusted)
 
     def __enter__(self) -> LiveServer:
         return self

@@ -70,12 +70,15 @@ def test_a_dead_engine_lets_the_router_try_elsewhere(slow: LiveServer) -> None:
     assert (failed.code, failed.retryable) == ("engine_dead", True)
 
 
-def test_an_abort_is_an_end(slow: LiveServer) -> None:
+@pytest.mark.parametrize("rid", ["leg-1", "of the client"])
+def test_an_abort_is_an_end(slow: LiveServer, rid: str) -> None:
+    slow.client.headers["x-request-id"] = "of the client"  # the router passes it on
     path, body = in_stream(LONG)
     with reading(slow, leg_of(path, body)) as told:
         next(told)
-        assert slow.client.post("/abort_request", json={"rid": "leg-1"}).status_code == 200
+        assert slow.client.post("/abort_request", json={"rid": rid}).status_code == 200
         assert isinstance(list(told)[-1], End)
+    assert slow.runtime.manager.stats.finished["abort"] == 1
 
 
 @pytest.mark.parametrize("rid", [None, "mine"])

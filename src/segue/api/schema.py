@@ -47,14 +47,20 @@ def reply_schema(fields: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"responses": {"200": {"description": "Done", "content": content}}}
 
 
-def openapi(title: str, routes: Iterable[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
-    """The document that describes routes, each given as its path, its method and its description."""
+def openapi(
+    title: str, routes: Iterable[tuple[str, str, dict[str, Any]]], root_path: str = ""
+) -> dict[str, Any]:
+    """The document that describes routes, each given as its path, its method and its description.
+
+    ``root_path`` is what stands before each path for clients, because of a proxy.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for path, method, described in routes:
         operation_id = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
         operation = {"operationId": operation_id, "responses": {"200": {"description": "Done"}}}
         paths.setdefault(path, {})[method.lower()] = operation | described
-    return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths}
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, **servers, "paths": paths}
 
 
 def swagger_page(title: str) -> str:

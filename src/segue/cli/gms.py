@@ -55,7 +55,7 @@ def serve(config: GmsConfig) -> None:
         line = f"[bold green]Ready[/bold green] at [bold]{escape(path)}[/bold]: devices {escape(devices)}"
         Console(highlight=False).print(line, soft_wrap=True)
 
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     if config.on_child_exit != "alone":
         from segue.gms.supervisor import GmsSupervisor
 
@@ -73,7 +73,7 @@ def hold(config: GmsConfig) -> None:
         line = f"[bold green]Ready[/bold green] at [bold]{escape(path)}[/bold]: holding descriptors"
         Console(highlight=False).print(line, soft_wrap=True)
 
-    lifecycle.hold(config.gms_dir, config.log_level, print_ready)
+    lifecycle.hold(config.gms_dir, config.log_level, config.log_format, print_ready)
 
 
 @gms_app.command()

@@ -29,7 +29,7 @@ from segue.config import MOST_SHADOWS, SERVER_GROUPS, Device, EngineConfig, LogL
 from segue.errors import CacheDirectoryError, ConfigError, ModelFileError
 from segue.launch.processes import worker_environment
 from segue.listener import bind, listen
-from segue.logs import configure
+from segue.logs import LogFormat, configure
 from segue.router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def serve(
 
     from segue.server import lifecycle
 
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     listener = bind(config.host, config.port)
     sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
 
@@ -136,7 +136,7 @@ def router(config: RouterConfig) -> None:
 
     from segue.router import lifecycle
 
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     listener = bind(config.host, config.port)
     sys.exit(uvloop.run(lifecycle.route(config, listener, _print_router_ready)))
 
@@ -159,7 +159,7 @@ def _run_cluster(config: ClusterConfig) -> NoReturn:
 
     from segue.cluster.lifecycle import run_cluster
 
-    configure(config.router.log_level)
+    configure(config.router.log_level, config.router.log_format)
     sys.exit(asyncio.run(run_cluster(config, _print_cluster_ready)))
 
 
@@ -260,6 +260,7 @@ def trainer(
     ] = 1e-5,
     cache_dir: CacheDir = None,
     log_level: Annotated[LogLevel, setting("log_level", "How much is logged.", group="Server")] = "info",
+    log_format: Annotated[LogFormat, setting("log_format", "How lines look.", group="Server")] = "text",
     allowed_hosts: Annotated[
         str | None,
         setting(
@@ -285,7 +286,7 @@ def trainer(
     from segue.trainer.model import TrainedModel
     from segue.trainer.server import Trainer, run
 
-    configure(log_level)
+    configure(log_level, log_format)
     guard = HttpGuard(host, allowed_hosts=allowed_hosts, cors_origin=cors_origin)
     listener = bind(host, port)
     listen(listener)

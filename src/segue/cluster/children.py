@@ -17,7 +17,15 @@ from segue.cluster.devices import share_gpus, threads_per_rank, visible_gpus
 from segue.cluster.probe import ReadinessProbe, SocketProbe
 from segue.cluster.processes import ChildSpec, HealthProbes
 from segue.config import EngineConfig, Role, TransportChoice
-from segue.failover.pod import Container, Execution, Probe, ProbeKind, bundled_manifest, read_pod
+from segue.failover.pod import (
+    Container,
+    Execution,
+    HttpGet,
+    Probe,
+    ProbeKind,
+    bundled_manifest,
+    read_pod,
+)
 from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import HOLDER_SOCKET, SOCKET
 from segue.http_guard import is_loopback
@@ -28,7 +36,10 @@ WORKER_HOST = "127.0.0.1"
 ROUTER = "router"
 MEMORY_SERVICE, MEMORY_HOLDER = "gms", "gms-holder"
 ROUTER_STAGE, WORKER_STAGE, MEMORY_STAGE = 1, 0, -1  # requests end while their workers still run
-SECRETS = {"api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key", "gms_token"}
+SECRETS = {
+    *("api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key", "gms_token"),
+    "ssl_keyfile_password",
+}
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
 SMALLEST_RATIO = 0.01
@@ -133,7 +144,8 @@ def _memory_service(
     They have the liveness probes of a pod's containers. That they have started is seen by their sockets.
     """
     devices = "all" if host.gpus and config.engine.device != "cpu" else "cpu"
-    options = {"gms_dir": host.gms_dir, "log_level": config.engine.log_level}
+    engine = config.engine
+    options = {"gms_dir": host.gms_dir, "log_level": engine.log_level, "log_format": engine.log_format}
     environment = dict(base) | {variable(name): value for name, value in options.items()}
     environment |= {name: value for name, value in _secrets_of(config.engine).items() if "GMS" in name}
     return [
@@ -183,7 +195,9 @@ def _router(
         router = replace(router, worker=",".join(urls))
     health = None
     if probes:
-        health = HealthProbes(probes=probes[ROUTER].probes, ports={"http": port}, host=address.hostname)
+        of_pod = probes[ROUTER].probes
+        asked = {kind: _by_https(probe) for kind, probe in of_pod.items()} if router.ssl_certfile else of_pod
+        health = HealthProbes(probes=asked, ports={"http": port}, host=address.hostname)
     return ChildSpec(
         name=ROUTER,
         role=ROUTER,
@@ -194,6 +208,12 @@ def _router(
         probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=config.size.total),
         health=health,
     )
+
+
+def _by_https(probe: Probe) -> Probe:
+    """Return a probe that asks the same by HTTPS."""
+    assert isinstance(probe.action, HttpGet)
+    return replace(probe, action=replace(probe.action, scheme="HTTPS"))
 
 
 def _engine_name(config: ClusterConfig, worker: str, number: int) -> str:

@@ -20,6 +20,7 @@ from segue.launch.processes import usable_cores
 from segue.launch.run_dir import RunDir
 from segue.listener import bind, url_of
 from segue.server.http_server import on_signals
+from segue.tls import scheme_of, server_context
 
 REDRAW_S = 0.1  # also between two looks whether all children are ready
 DRAIN_MARGIN_S = 1.0  # the router ends a drain by itself; only then is it told to
@@ -33,9 +34,11 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
     everything within seconds. It must be called on the main thread.
 
     Raises:
-        ConfigError: the router's port is taken, or there are fewer GPUs than the workers need.
+        ConfigError: the router's port is taken, its certificate cannot be used, or there are fewer GPUs than
+            the workers need.
         ChildStartError: the router or a worker ended before it was ready for the first time.
     """
+    server_context(config.router)  # the router needs it, and would say so only once the engines have started
     with ExitStack() as stack:
         # A port is kept by a socket that is bound and never listens, so a child that is started again gets
         # the same one: both sockets have SO_REUSEADDR, and one of them listens.
@@ -48,7 +51,7 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
             run_dir = RunDir()
             stack.callback(run_dir.remove)
             failover_dir, gms_dir = str(run_dir.path / "failover"), str(run_dir.path / "gms")
-        url = url_of(entry)
+        url = url_of(entry, scheme_of(config.router))
         host = ClusterHost(
             environ=os.environ,
             gpus=[] if config.engine.device == "cpu" else list_gpus(os.environ),
@@ -61,7 +64,8 @@ async def run_cluster(config: ClusterConfig, on_ready: Callable[[str, str], None
         )
         children = make_children(config, host)
         roles = describe_workers(config, children)
-        progress = StartProgress([child.name for child in children], sys.stderr)
+        as_json = config.router.log_format == "json"
+        progress = StartProgress([child.name for child in children], sys.stderr, as_json=as_json)
         rules = SupervisorRules(drain_s=config.router.drain_s + DRAIN_MARGIN_S)
         runner = ChildRunner(children, rules, progress.line, progress.ready)
         tasks = [

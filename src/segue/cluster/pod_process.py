@@ -39,7 +39,7 @@ TAKEOVER_S = 60.0
 STOP_S = 20.0
 POLL_S = 0.002
 LOG_LINES = 200  # the last ones, which are kept
-_READY = re.compile(r"Ready\S* at \S*?(http://[^\s\x1b]+)")
+_READY = re.compile(r"Ready\S* at \S*?(https?://[^\s\x1b]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from segue.tls import unverified
+
 ANSWER_S = 5.0  # for one answer
 ANSWER_BYTES = 1 << 20  # the most of one
 
@@ -16,7 +18,7 @@ ANSWER_BYTES = 1 << 20  # the most of one
 class ReadinessProbe:
     """When a child is ready: a GET of ``url`` is answered 200."""
 
-    url: str  # by plain HTTP, on a route that needs no key
+    url: str  # on a route that needs no key; of an HTTPS one any certificate is taken
     min_serving: int = 0  # the least number under "serving" in the answer, which a router gives
 
 
@@ -56,7 +58,8 @@ def _accepts(path: str) -> bool:
 async def _get(url: str) -> bytes:
     """Return the bytes of an answer, head and body."""
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    tls = unverified() if parts.scheme == "https" else None
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=tls)
     try:
         # HTTP/1.0: the body has no chunks, and ends with the connection.
         writer.write(f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())

@@ -113,7 +113,8 @@ class ChildProcess:
 
     def _note_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        self._exit.set_result(None)
+        if not self._exit.done():  # else whoever waited for it was cancelled
+            self._exit.set_result(None)
 
     def _read(self) -> None:
         """Hand over the lines that have arrived; at the end of the log also a line without its end."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TextIO
+
+from segue.logs import logger
 
 _CLEAR_LINE = "\r\x1b[K"  # cursor to the first column, and the rest of the line erased
 
@@ -13,11 +17,16 @@ _CLEAR_LINE = "\r\x1b[K"  # cursor to the first column, and the rest of the line
 class StartProgress:
     """Shows which children are ready: a terminal has one line, which is redrawn, else each change has one.
 
-    After :meth:`finish` it only writes the children's lines.
+    After :meth:`finish` it only writes the children's lines. With ``as_json`` each line is a JSON object.
     """
 
     def __init__(
-        self, names: Sequence[str], stream: TextIO, clock: Callable[[], float] = time.monotonic
+        self,
+        names: Sequence[str],
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        as_json: bool = False,
     ) -> None:
         """Take the children's names, and where to write."""
         self._names = names
@@ -26,7 +35,8 @@ class StartProgress:
         self._began = clock()
         self._ready: set[str] = set()
         self._is_finished = False
-        self._is_terminal = stream.isatty()
+        self._as_json = as_json
+        self._is_terminal = stream.isatty() and not as_json
         self._width = max(map(len, names))
 
     def ready(self, name: str) -> None:
@@ -34,7 +44,9 @@ class StartProgress:
         if self._is_finished or name in self._ready:
             return
         self._ready.add(name)
-        if not self._is_terminal:
+        if self._as_json:
+            logger.info("%s is ready, %s", name, self._count())
+        elif not self._is_terminal:
             self._write(f"{name} is ready, {self._count()}\n")
         self.redraw()
 
@@ -45,7 +57,10 @@ class StartProgress:
             self._write(f"{_CLEAR_LINE}Starting {missing}: {self._count()}")
 
     def line(self, name: str, text: str) -> None:
-        """Write a line of a child's log behind the child's name."""
+        """Write a line of a child's log behind the child's name, or with the name in the line's object."""
+        if self._as_json:
+            self._write(f"{_with_process(name, text)}\n")
+            return
         shows = self._is_terminal and not self._is_finished
         self._write(f"{_CLEAR_LINE if shows else ''}{name:<{self._width}} | {text}\n")
         self.redraw()
@@ -65,6 +80,18 @@ class StartProgress:
             self._stream.flush()
         except OSError:  # nobody reads it any more
             return
+
+
+def _with_process(name: str, text: str) -> str:
+    """Return a child's line as a JSON object that names the child; a line that is none is its message."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        found = {"time": now, "level": "info", "logger": "stderr", "message": text}
+    return json.dumps(found | {"process": name}, ensure_ascii=False)
 
 
 def count_roles(roles: Iterable[str]) -> str:

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
 from segue.errors import ManifestError
 
 MANIFEST = "failover-pod.yaml"
+
+
+Scheme = Literal["HTTP", "HTTPS"]
 
 
 class ProbeKind(Enum):
@@ -33,6 +36,7 @@ class HttpGet:
 
     path: str
     port: int | str  # a number, or the name of one of the container's ports
+    scheme: Scheme = "HTTP"  # HTTPS: whatever the certificate is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +141,9 @@ def _probe(given: Mapping[str, Any], container: str, kind: ProbeKind) -> Probe:
 
 
 def _http_get(given: Mapping[str, Any], where: str) -> HttpGet:
-    if others := given.keys() - {"path", "port"}:
+    if others := given.keys() - {"path", "port", "scheme"}:
         named = ", ".join(sorted(others))
-        raise ManifestError(f"{where}: httpGet has {named}; path and port alone are understood")
-    return HttpGet(path=given.get("path", "/"), port=given["port"])
+        raise ManifestError(f"{where}: httpGet has {named}; path, port and scheme alone are understood")
+    if (scheme := given.get("scheme", "HTTP")) not in get_args(Scheme):
+        raise ManifestError(f"{where}: httpGet's scheme is {scheme!r}; give HTTP or HTTPS")
+    return HttpGet(path=given.get("path", "/"), port=given["port"], scheme=scheme)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from segue.failover.pod import Execution, HttpGet, Probe, ProbeKind
+from segue.tls import unverified
 
 LOOPBACK = "127.0.0.1"
 HEAD_BYTES = 1 << 12  # the most of an answer that is read: a probe looks at the status alone
@@ -135,8 +136,9 @@ async def ask(
     try:
         async with asyncio.timeout(probe.timeout_s):
             match probe.action:
-                case HttpGet(path=path, port=port):
-                    return await _get(path, host, ports[port] if isinstance(port, str) else port)
+                case HttpGet(path=path, port=port, scheme=scheme):
+                    number = ports[port] if isinstance(port, str) else port
+                    return await _get(path, host, number, is_https=scheme == "HTTPS")
                 case Execution(command=command):
                     return await execute(command)
     except TimeoutError:
@@ -145,9 +147,9 @@ async def ask(
         return error.strerror or str(error)
 
 
-async def _get(path: str, host: str, port: int) -> str | None:
+async def _get(path: str, host: str, port: int, *, is_https: bool) -> str | None:
     """Return why a GET of this machine failed, or None."""
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port, ssl=unverified() if is_https else None)
     try:
         # The Host is one that servers with --allowed-hosts take too.
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {LOOPBACK}:{port}\r\nConnection: close\r\n\r\n".encode())

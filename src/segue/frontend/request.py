@@ -88,6 +88,7 @@ class RequestState:
     created: float  # by the monotonic clock
     changed: asyncio.Event  # of its call; wakes the reader
     batch_id: str | None = None
+    alias: str = ""  # another id by which it can be aborted, and which other requests may share; "": none
     rid: str = field(init=False)
     leg: str = field(init=False)  # as in the request
     wants_logprobs: bool = field(init=False)
@@ -237,8 +238,8 @@ class Generation:
     Leaving the ``with`` block aborts those that have not ended.
     """
 
-    def __init__(self, num_requests: int, abort: Callable[[str], None], leg: str = "") -> None:
-        """Begin a call of ``num_requests`` requests; ``abort`` aborts one that was sent, by its rid.
+    def __init__(self, num_requests: int, abort: Callable[[Sequence[str]], None], leg: str = "") -> None:
+        """Begin a call of ``num_requests`` requests; ``abort`` aborts those that were sent, by their rids.
 
         ``leg`` is the id of the router's leg that the call is; "": it is none.
         """
@@ -248,7 +249,7 @@ class Generation:
         self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
         self.changed = asyncio.Event()  # a request has ended; while streaming, a token has arrived
         self._num_requests = num_requests
-        self._abort = abort  # aborts a request that was sent, by its rid
+        self._abort = abort
 
     # --- before the requests are sent ---
 
@@ -276,10 +277,10 @@ class Generation:
 
     def close(self) -> None:
         """Abort the requests that have not ended."""
-        for state in self.states:
-            if not state.is_over and not state.discarded:
-                state.discarded = True
-                self._abort(state.rid)
+        left = [state for state in self.states if not state.is_over and not state.discarded]
+        for state in left:
+            state.discarded = True
+        self._abort([state.rid for state in left])
 
     async def outputs(self) -> list[Output]:
         """Wait for the end of every request, and return the whole output of each.

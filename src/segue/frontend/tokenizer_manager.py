@@ -105,6 +105,7 @@ class TokenizerManager:
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
         self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
+        self._aliases: dict[str, set[str]] = {}  # alias -> rids of the requests in flight that share it
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -117,9 +118,11 @@ class TokenizerManager:
         *,
         is_streamed: bool = False,
         is_canary: bool = False,
+        alias: str = "",
     ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
+        So does aborting ``alias``, which other calls may share: it aborts their requests, too.
         With ``is_canary`` they are taken also by an engine that is not active yet.
         With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
@@ -137,11 +140,13 @@ class TokenizerManager:
         self._check_rids(requests, batch_id, is_canary)
         handoffs = [self._handoff(request) for request in requests]
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
-        generation = Generation(len(requests), self.abort, requests[0].leg if requests else "")
+        generation = Generation(len(requests), self._abort_each, requests[0].leg if requests else "")
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, generation)
         if batch_id is not None:
             self._batches[batch_id] = set(rids)
+        if alias:
+            self._aliases.setdefault(alias, set()).update(rids)
         self._idle.clear()
         try:
             prompts = await self.encoder.encode_call(requests, generation)
@@ -154,7 +159,9 @@ class TokenizerManager:
                 is_shared = request.bootstrap is not None or request.handoff is not None
                 if self.role == "prefill" and is_shared and handoff is None:  # nobody takes it over
                     params = structs.replace(params, max_new_tokens=min(1, params.max_new_tokens))
-                state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
+                state = RequestState(
+                    request, ids, params, self.table, created, generation.changed, batch_id, alias
+                )
                 if request.outputs or request.output_end is not None:
                     state.prime(request.outputs, request.output_logprobs, request.output_end)
                 if state.end is not None:  # the client has all of it
@@ -168,6 +175,8 @@ class TokenizerManager:
                 self._batches.pop(batch_id, None)
             for state in generation.states:
                 state.batch_id = None  # else `_forget` would look for the batch
+            known = {state.rid for state in generation.states}  # which `_forget` takes back
+            self._drop_alias(alias, *(rid for rid in rids if rid not in known))
             generation.close()
             raise
         finally:
@@ -255,14 +264,20 @@ class TokenizerManager:
         return Handoff(id=bootstrap.room, part="decode", peer=address, whole=True)
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
-        """End one request, a batch, or all; readers get the output so far. An unknown rid has no effect."""
-        if self._life.error is not None:
-            return
-        if abort_all:
+        """End one request, a batch, all of an alias, or all; readers get the output so far.
+
+        An unknown rid has no effect.
+        """
+        if not abort_all:
+            self._abort_each(self._batches.get(rid, {rid}) | self._aliases.get(rid, set()), message)
+        elif self._life.error is None:
             self._abort_arriving(self._arriving, message)
             self._send(Abort(abort_all=True, message=message))
+
+    def _abort_each(self, rids: Iterable[str], message: str | None = None) -> None:
+        """End the requests with these ids, whatever else they name."""
+        if self._life.error is not None:
             return
-        rids = self._batches.get(rid, {rid})
         self._abort_arriving(rids, message)
         for each in rids:
             if each in self._states:
@@ -322,10 +337,8 @@ class TokenizerManager:
             if time.monotonic() >= deadline:
                 text = f"an earlier leg of request {left[0]!r} has not ended within {EARLIER_LEG_S:g} s"
                 raise OverloadedError(f"{text}; send it to another engine, or later")
-            for rid in left:
-                if rid not in aborted:
-                    self.abort(rid)
-                    aborted.add(rid)
+            self._abort_each([rid for rid in left if rid not in aborted])
+            aborted.update(left)
             await asyncio.sleep(EARLIER_LEG_POLL_S)
 
     def _leg_of(self, rid: str) -> str:
@@ -389,6 +402,7 @@ class TokenizerManager:
             state.fail(error)
         self._states.clear()
         self._batches.clear()
+        self._aliases.clear()
         for generation in self._arriving.values():
             generation.stop_encoding()
         self._idle.set()
@@ -448,13 +462,21 @@ class TokenizerManager:
         self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
-        """Drop what is left of an ended request: its place in its batch."""
+        """Drop what is left of an ended request: its place in its batch, and under its alias."""
         if state.batch_id is not None:
             rids = self._batches[state.batch_id]
             rids.remove(state.rid)
             if not rids:
                 del self._batches[state.batch_id]
+        self._drop_alias(state.alias, state.rid)
         self._update_idle()
+
+    def _drop_alias(self, alias: str, *rids: str) -> None:
+        """Let an alias name requests no more."""
+        if (named := self._aliases.get(alias)) is not None:
+            named.difference_update(rids)
+            if not named:
+                del self._aliases[alias]
 
     def _update_idle(self) -> None:
         if not self.num_requests:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from segue.config import LogLevel
 from segue.errors import ConfigError, CUDADriverError
+from segue.logs import LogFormat
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
 from segue.options import Options, check_key, check_socket_directory, option, parse_list, variable
@@ -64,6 +65,9 @@ class GmsConfig(Options):
         "as children, and start what dies again; 'exit': run both, and end when one dies.",
     )
     log_level: LogLevel = _service("info", "Lowest level of messages that are logged.")
+    log_format: LogFormat = _service(
+        "text", "How lines of the log look: 'text', or 'json': one object per line."
+    )
 
     @property
     def uids(self) -> list[int]:
@@ -73,7 +77,12 @@ class GmsConfig(Options):
     @property
     def child_environment(self) -> dict[str, str]:
         """The options of the supervisor's children, as environment variables."""
-        given = {"gms_dir": self.gms_dir, "devices": self.devices, "log_level": self.log_level}
+        given = {
+            "gms_dir": self.gms_dir,
+            "devices": self.devices,
+            "log_level": self.log_level,
+            "log_format": self.log_format,
+        }
         optional = {"gms_token": self.gms_token, "allow_uid": self.allow_uid}
         given |= {name: value for name, value in optional.items() if value is not None}
         return {variable(name): value for name, value in given.items()} | {variable("on_child_exit"): "alone"}

@@ -13,7 +13,7 @@ from segue.gms.holding import HolderLink
 from segue.gms.server import GmsServer
 from segue.gms.service import MemoryService
 from segue.gms.store import SlabStore
-from segue.logs import configure
+from segue.logs import LogFormat, configure
 
 
 async def serve(config: GmsConfig, on_ready: Callable[[MemoryService, str], None]) -> int:
@@ -45,13 +45,13 @@ async def serve(config: GmsConfig, on_ready: Callable[[MemoryService, str], None
     return 0
 
 
-def hold(directory: str, log_level: str, on_ready: Callable[[str], None]) -> None:
+def hold(directory: str, log_level: str, log_format: LogFormat, on_ready: Callable[[str], None]) -> None:
     """Hold descriptors for the service of a directory, until SIGTERM or SIGINT.
 
     Raises:
         MemoryServiceError: the directory is not safe, or has a holder.
     """
-    configure(log_level)
+    configure(log_level, log_format)
     holder = Holder(directory)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))

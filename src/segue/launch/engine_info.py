@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from segue.launch.runtime import Runtime
 from segue.version import __version__
 
-SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key", "gms_token")
+SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key", "gms_token", "ssl_keyfile_password")
 # Fields of ``internal_states`` that clients read, for features that this engine does not have.
 ABSENT_STATE: dict[str, Any] = {
     "pending_dp_reqs_size": 0,

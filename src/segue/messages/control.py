@@ -206,6 +206,7 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     released: list[MemoryTag] = []  # memory that was given back to the system, and is not here
     warm_pages: int = 0  # KV pages that this engine took over from the one before, when it woke
     warm_refused: ColdReason | None = None  # why it took none; None: it did, or there is no --warm-kv
+    taken_pages: int = 0  # held by requests, offers and leases; all others are free or may be evicted
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

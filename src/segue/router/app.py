@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from segue.api.schema import openapi
-from segue.router import control_routes, health_routes, weight_routes, worker_routes
+from segue.router import control_routes, engine_metrics, health_routes, weight_routes, worker_routes
 from segue.router.config import RouterConfig
 from segue.router.router import Router, router_of
 from segue.router.status import RouterCollector, laps_status
@@ -21,6 +21,7 @@ from segue.router.watch import ROUTER_HEADER
 from segue.server.access import Access, Routes, described
 from segue.server.guarded_app import guarded_app
 from segue.server.raw_body import read_bytes
+from segue.server.request_ids import id_of
 from segue.server.responses import RouteError, error_response, json_response
 from segue.version import __version__
 
@@ -40,10 +41,12 @@ def create_router_app(config: RouterConfig) -> Starlette:
         weight_routes.routes,
         health_routes.routes,
         metrics,
+        engine_metrics.routes,
         about,
     )
-    app = guarded_app(config, chain.from_iterable(groups))
+    app = guarded_app(config, chain.from_iterable(groups), config.root_path)
     app.state.token_check = None  # of /health_generate
+    app.state.scrape = None  # of /engine_metrics
     app.state.router = Router.create(config)
     return app
 
@@ -61,7 +64,8 @@ generation = Routes(Access.USER, "Generation")
 async def generate(request: Request) -> ASGIApp:
     """Generate: the worker that is predicted to be done first answers."""
     router = router_of(request)
-    return router.relay(request.scope["path"], await read_bytes(request, router.config.max_body_mib))
+    body = await read_bytes(request, router.config.max_body_mib)
+    return router.relay(request.scope["path"], body, id_of(request.scope))
 
 
 @generation.post("/tokenize")
@@ -132,4 +136,5 @@ async def version(request: Request) -> Response:
 @about.get("/openapi.json", hidden=True)
 async def description(request: Request) -> Response:
     """Return the description of every route."""
-    return json_response(openapi("Segue router", described(request.app.router.routes)))
+    app = request.app
+    return json_response(openapi("Segue router", described(app.router.routes), app.state.root_path))

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from segue.config import LogLevel
 from segue.discovery.opening import parse_backends, parse_targets
 from segue.errors import ConfigError
+from segue.logs import LogFormat
 from segue.messages.fleet import Role
-from segue.options import Options, check_key, option, parse_urls, spelling
+from segue.options import Options, check_key, check_root_path, option, parse_urls, spelling
 from segue.router.choice import RoutingPolicy, RoutingRules
 from segue.router.upstream import tls_context
 
@@ -115,6 +116,17 @@ class RouterConfig(Options):
 
     host: str = _server("127.0.0.1", "Host name or address to listen on.")
     port: int = _server(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    ssl_certfile: str | None = _server(
+        None, "File of the server's certificate and of those that vouch for it, in PEM form: it speaks HTTPS."
+    )
+    ssl_keyfile: str | None = _server(None, "File of the certificate's private key, in PEM form.")
+    ssl_keyfile_password: str | None = _server(None, "Password of --ssl-keyfile, if the key is encrypted.")
+    root_path: str | None = _server(
+        None,
+        "Path, like /segue, that a proxy in front of this server puts before its routes and removes again; "
+        "requests that still have it are served too.",
+        check=check_root_path,
+    )
     processes: int = _server(
         1,
         "Processes that share the clients' connections, so that the router uses several cores; if there are "
@@ -147,6 +159,9 @@ class RouterConfig(Options):
         maximum=86400.0,
     )
     log_level: LogLevel = _server("info", "Lowest level of messages that are logged.")
+    log_format: LogFormat = _server(
+        "text", "How lines of the log look: 'text', or 'json': one object per line."
+    )
 
     def __post_init__(self) -> None:
         """Check the values, and that no engine is named twice.

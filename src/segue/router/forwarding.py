@@ -17,13 +17,17 @@ from segue.router.upstream import Upstream
 from segue.router.upstream_connection import UpstreamError
 from segue.server.access import Access, Gate
 from segue.server.raw_body import read_bytes
+from segue.server.request_ids import HEADER, id_of
 from segue.server.responses import error_response, unless_gone
 
 OWN_PATHS = frozenset((*ID_PREFIXES, "/v1/models"))  # that a serving process answers itself
 FORWARDED = frozenset(("GET", "POST", "DELETE"))  # other methods no route has
 # Headers of a connection, and those that the server writes anew.
 _OF_CONNECTION = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"host", b"date")
+    (
+        *(b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"host", b"date"),
+        HEADER,
+    )
 )
 
 
@@ -71,11 +75,12 @@ class Forwarding:
 
     async def _ask(self, scope: Scope, body: bytes) -> Response:
         query, headers = scope["query_string"], scope["headers"]
+        request_id = (HEADER, id_of(scope).encode())
         try:
             connection = await self._coordinator.request(
                 scope["method"].encode(),
                 scope["raw_path"] + (b"?" + query if query else b""),
-                [header for header in headers if header[0] not in _OF_CONNECTION],
+                [request_id, *(header for header in headers if header[0] not in _OF_CONNECTION)],
                 body,
                 dict(headers).get(b"host"),
             )

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,6 +24,7 @@ from segue.router.router import Router
 from segue.router.serving_process import DESCRIPTORS_EACH
 from segue.server.connections import ConnectionLimits, raise_descriptor_limit
 from segue.server.http_server import HttpServer, first_of, on_signals
+from segue.tls import scheme_of, server_context
 
 END_S = 6.0  # for processes to end at once, before they are killed
 
@@ -43,18 +45,19 @@ async def route(config: RouterConfig, listener: socket.socket, on_ready: Callabl
 
 async def _route_alone(config: RouterConfig, listener: socket.socket, on_ready: Callable[[str], None]) -> int:
     """Serve in this process."""
+    tls = server_context(config)
     listen(listener)
     raise_descriptor_limit(DESCRIPTORS_EACH)
     app = create_router_app(config)
     router: Router = app.state.router
-    server = _server(app, config)
+    server = _server(app, config, tls=tls, root_path=config.root_path)
     stop, at_once = on_signals()
     http = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     _discover(router)
     freeze_heap()
     try:
-        on_ready(url_of(listener))
+        on_ready(url_of(listener, scheme_of(config)))
         await first_of(stopping, http)
         if stopping.done():
             _tell_drain(router, at_once.is_set())
@@ -69,6 +72,7 @@ async def _route_alone(config: RouterConfig, listener: socket.socket, on_ready: 
 
 async def _coordinate(config: RouterConfig, listener: socket.socket, on_ready: Callable[[str], None]) -> int:
     """Serve in processes of their own, which this one starts and coordinates."""
+    server_context(config)  # the processes need it; that it cannot be used is said once, and at once
     raise_descriptor_limit(DESCRIPTORS_EACH)
     app = create_router_app(config)
     router: Router = app.state.router
@@ -87,7 +91,7 @@ async def _coordinate(config: RouterConfig, listener: socket.socket, on_ready: C
             await first_of(ready, stopping, http, running)
             if ready.done():
                 freeze_heap()
-                on_ready(url_of(listener))
+                on_ready(url_of(listener, scheme_of(config)))
                 await first_of(stopping, http, running)
             if stopping.done():
                 _tell_drain(router, at_once.is_set())
@@ -111,9 +115,10 @@ async def _coordinate(config: RouterConfig, listener: socket.socket, on_ready: C
             await http
 
 
-def _server(app: ASGIApp, config: RouterConfig) -> HttpServer:
+def _server(app: ASGIApp, config: RouterConfig, **of_clients: Any) -> HttpServer:
+    """Make a server; ``of_clients`` is what only one that clients connect to has."""
     limits = ConnectionLimits.of_this_process(config.max_body_mib, DESCRIPTORS_EACH)
-    return HttpServer(app, limits, config.log_level)
+    return HttpServer(app, limits, config.log_level, **of_clients)
 
 
 def _discover(router: Router) -> None:

@@ -28,6 +28,7 @@ from segue.router.relay import Relay
 from segue.router.upstream_connection import Headers
 from segue.router.watch import watch
 from segue.server.raw_body import read_bytes
+from segue.server.request_ids import HEADER
 
 
 @dataclass(slots=True, eq=False)
@@ -194,11 +195,15 @@ class Router:
         if self.is_draining:
             raise DrainingError("the router is shutting down; send the request to another one")
 
-    def relay(self, path: str, body: bytes) -> Relay:
-        """Returns what answers a client's request; raises DrainingError once the router is shutting down."""
+    def relay(self, path: str, body: bytes, request_id: str) -> Relay:
+        """Returns what answers a client's request; raises DrainingError once the router is shutting down.
+
+        Workers get its ``request_id``, and abort the request by it.
+        """
         self.check_open()
         request = ClientRequest.create(path, body, self.sizes.facts(path, body))
-        return Relay(self.registry, self.sizes, self._headers(), request, self.config.resume_timeout_s)
+        headers = [*self._headers(), (HEADER, request_id.encode())]
+        return Relay(self.registry, self.sizes, headers, request, self.config.resume_timeout_s)
 
     def pass_through(self, path: str, body: bytes | None = None) -> Passthrough:
         """Returns what answers a client by a worker's own reply; raises as :meth:`relay` does.

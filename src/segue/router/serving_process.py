@@ -44,6 +44,7 @@ from segue.router.router import Router
 from segue.router.shared_fleet import FleetCopy
 from segue.server.connections import ConnectionLimits, raise_descriptor_limit
 from segue.server.http_server import HttpServer, first_of
+from segue.tls import server_context
 
 DESCRIPTORS_EACH = 3  # per client: its own connection, and those to a pair of workers
 KEY = "q"  # of `array`: a block's key is an int64
@@ -133,13 +134,15 @@ async def serve_clients(end: socket.socket, listener: socket.socket) -> int:
     if not isinstance(begin, BeginServing):
         return 1
     config = RouterConfig(**begin.config)
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     raise_descriptor_limit(DESCRIPTORS_EACH)
     app = create_router_app(config)
     router: Router = app.state.router
     forwarding = Forwarding(app, begin.address)
     limits = ConnectionLimits.of_this_process(config.max_body_mib, DESCRIPTORS_EACH)
-    server = HttpServer(forwarding, limits, config.log_level)
+    server = HttpServer(
+        forwarding, limits, config.log_level, tls=server_context(config), root_path=config.root_path
+    )
     share = ServingShare(router.registry, link)
     following = asyncio.create_task(share.follow())
     ending = asyncio.create_task(share.ends.wait())

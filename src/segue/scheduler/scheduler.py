@@ -420,6 +420,7 @@ class Scheduler:
         totals.num_accepted = self._arrivals
         totals.used_pages = self.limits.num_pages - len(self.resources.free_pages)
         totals.cached_pages = self.resources.prefix.num_pages
+        totals.taken_pages = self.limits.num_pages - self.resources.num_available
         totals.laps = self.report_laps()
         totals.released = sorted(self.standby.away)
         if self.config.role != "both":

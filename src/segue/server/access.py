@@ -177,7 +177,7 @@ class Routes(list[BaseRoute]):
         return endpoint
 
 
-def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:
+def unmatched(gate: Gate, routes: list[BaseRoute], root_path: str = "") -> ASGIApp:
     """Returns what answers requests that no route matches; without a key nobody learns which routes exist."""
     router = Router(routes)  # redirects where only a slash at the end differs, else answers 404
 
@@ -187,6 +187,8 @@ def unmatched(gate: Gate, routes: list[BaseRoute]) -> ASGIApp:
             headers = dict(scope["headers"])
             gate.check_key(headers, Access.USER)
             gate.guard.check_host(headers)
+            if root_path:  # so that a redirect leads to where the client finds the routes
+                scope = {**scope, "root_path": root_path, "path": root_path + scope["path"]}
         await router(scope, receive, send)
 
     return answer

@@ -43,7 +43,8 @@ def create_app(config: EngineConfig) -> Starlette:
         health,
         metrics,
     )
-    app = guarded_app(config, [*(route for module in modules for route in module.routes), *routes])
+    found = [*(route for module in modules for route in module.routes), *routes]
+    app = guarded_app(config, found, config.root_path)
     app.state.runtime = app.state.step_check = None
     return app
 
@@ -57,7 +58,8 @@ async def version(request: Request) -> Response:
 @routes.get("/openapi.json", hidden=True)
 async def description(request: Request) -> Response:
     """Return the description of every route."""
-    return json_response(openapi(TITLE, described(request.app.router.routes)))
+    app = request.app
+    return json_response(openapi(TITLE, described(app.router.routes), app.state.root_path))
 
 
 @routes.get("/docs", hidden=True)

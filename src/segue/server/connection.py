@@ -14,12 +14,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
 from segue.server.body_writer import BodyWriter, extensions
 from segue.server.connections import Backpressure, Connections, Room
+from segue.server.request_ids import HEADER, id_extension, taken_id
 from segue.server.responses import error_response
 
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 # Paths that are answered even when every ordinary connection is taken.
 HEALTH_TARGETS = frozenset((b"/health", b"/health_generate", b"/ready", b"/ping", b"/metrics"))
 NO_ROOM = "the server has no room for more connections; retry later"
+EVICT_S = 0.05  # for the last bytes to be written where a client that speaks TLS gives way to another one
 UNREADABLE = (
     "the server cannot read this as an HTTP/1.1 request; check the client, and any proxy between it and the "
     "server"
@@ -53,10 +55,14 @@ class Connection(HttpToolsProtocol):
 
     flow: Backpressure
 
-    def __init__(self, *, connections: Connections, **of_uvicorn: Any) -> None:
-        """Make the protocol of a client that is not connected yet; ``of_uvicorn`` goes to uvicorn's own."""
+    def __init__(self, *, connections: Connections, root_path: bytes = b"", **of_uvicorn: Any) -> None:
+        """Make the protocol of a client that is not connected yet; ``of_uvicorn`` goes to uvicorn's own.
+
+        ``root_path`` is removed from paths that begin with it.
+        """
         super().__init__(**of_uvicorn)
         self._connections = connections
+        self._prefix = root_path
         self._limits = connections.limits
         self._application: Any = self.app
         self._answering: RequestResponseCycle | None = None  # the application works on this one
@@ -139,9 +145,13 @@ class Connection(HttpToolsProtocol):
         self._num_unparsed = 0
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # an HTTP/1.0 client does not expect an interim status
+        if self._prefix:
+            self._remove_prefix()
         self.app = self._choose_application()  # uvicorn's method, called next, starts it
         super().on_headers_complete()
-        self.scope["extensions"] = extensions(BodyWriter(self.cycle))
+        request_id = taken_id(self.headers)
+        self.cycle.default_headers = [*self.cycle.default_headers, (HEADER, request_id.encode())]
+        self.scope["extensions"] = extensions(BodyWriter(self.cycle)) | id_extension(request_id)
         if not self.pipeline:
             self._answering = self.cycle
         self._enter(Awaited.BODY)
@@ -198,6 +208,12 @@ class Connection(HttpToolsProtocol):
             return self._owes_answer and not self.cycle.response_started
         return self._owes_answer or self._awaited is Awaited.HEAD
 
+    def _remove_prefix(self) -> None:
+        """Remove the root path from the request's URL, if it is there: routes are matched without it."""
+        rest = self.url.removeprefix(self._prefix)
+        if len(rest) < len(self.url) and rest[:1] in (b"", b"/", b"?"):
+            self.url = rest if rest[:1] == b"/" else b"/" + rest
+
     def _choose_application(self) -> Any:
         """Returns the ASGI application that answers the present request.
 
@@ -221,7 +237,8 @@ class Connection(HttpToolsProtocol):
         if self._may_answer:
             # Where the path is not known, the error gets the form of OpenAI's routes.
             response = error_response(error, self.scope["path"] if self._owes_answer else "/v1/")
-            headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+            shared = self.cycle.default_headers if self._owes_answer else self.server_state.default_headers
+            headers = [*shared, *response.raw_headers, (b"connection", b"close")]
             head = STATUS_LINE[response.status_code] + b"".join(b"%s: %s\r\n" % each for each in headers)
             self.transport.write(head + b"\r\n" + bytes(response.body))
         self._mark_disconnected()
@@ -249,11 +266,18 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+            if self.scheme == "https":  # which waits for the client to agree, while its descriptor is needed
+                self.loop.call_later(EVICT_S, self.transport.abort)
 
     def _stop_parsing(self, message: str) -> None:
         """Answer 400, and raise ValueError, because only an error keeps httptools from parsing on."""
         self.refuse(InvalidRequestError(message))
         raise ValueError(message)
+
+    def abort_closing(self) -> None:
+        """Close the connection at once if only the client's agreement to its end is awaited."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     # --- deadlines ---
 

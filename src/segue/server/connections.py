@@ -124,6 +124,11 @@ class Connections:
         self._next_sweep = limits.sweep_s
         self._logged_at = -LOG_EVERY_S
 
+    @property
+    def num_open(self) -> int:
+        """The number of open connections."""
+        return len(self._all)
+
     # --- opening and closing ---
 
     def opened(self, connection: Connection) -> Room:
@@ -147,6 +152,11 @@ class Connections:
         self.waiting.pop(connection, None)
         self._held.pop(connection, None)
         self.body_ended(connection)
+
+    def abort_closing(self) -> None:
+        """Close those at once that wait for nothing but their clients' agreement to the end of TLS."""
+        for connection in list(self._all):
+            connection.abort_closing()
 
     def _make_room(self, patience_s: float) -> bool:
         """Close the connection that has kept the server waiting longest; returns whether there was one.

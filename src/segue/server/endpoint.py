@@ -25,6 +25,7 @@ from segue.server.cohort import CohortMember
 from segue.server.connections import ConnectionLimits
 from segue.server.http_server import HttpServer
 from segue.server.registration import keep_registered
+from segue.tls import scheme_of, server_context
 
 NAME = "generate"  # of the endpoint, for `SystemHealth`
 IDLE_POLL_S = 0.5  # between two looks whether an idle engine is due for a health check
@@ -51,16 +52,17 @@ class EngineEndpoint:
             system_url: of the system port; "": there is none.
 
         Raises:
-            ConfigError: an allowed host or an origin in the options is not valid, or the engine's record
-                would have no address that a router can connect to.
+            ConfigError: an allowed host or an origin in the options is not valid, the certificate or its key
+                cannot be used, or the engine's record would have no address that a router can connect to.
         """
-        self.url = url_of(listener)
+        tls = server_context(config)
+        self.url = url_of(listener, scheme_of(config))
         self.own_url = config.register_url or self.url  # as others reach it
         if membership is not None:
             _check_record_url(config, self.own_url)
         self.app = create_app(config)
         limits = ConnectionLimits.of_this_process(config.max_body_mib)
-        self.server = HttpServer(self.app, limits, config.log_level)
+        self.server = HttpServer(self.app, limits, config.log_level, tls=tls, root_path=config.root_path)
         self.closed: asyncio.Future[None] = asyncio.Future()  # the HTTP server ended
         self._config = config
         self._listener = listener

@@ -33,6 +33,7 @@ from segue.server.body import read_json
 from segue.server.large_body import control
 from segue.server.responses import encode, json_response, unless_gone
 from segue.server.running import runtime_of
+from segue.tls import scheme_of
 
 LINES = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 STATES: dict[str, WorkerState] = {  # by code of the trouble
@@ -78,7 +79,7 @@ def record_of(runtime: Runtime) -> WorkerRecord:
     host = config.host if ":" not in config.host else f"[{config.host}]"
     return WorkerRecord(
         worker_id=f"{socket.gethostname()}-{os.getpid()}",
-        url=f"http://{host}:{config.port}",
+        url=f"{scheme_of(config)}://{host}:{config.port}",
         cohort=config.cohort if runtime.epoch else "",
         epoch=runtime.epoch,
         incarnation=runtime.incarnation,

@@ -22,6 +22,7 @@ from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
 from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, TOKENS, CallKind, Reply
 from segue.server.raw_body import read_bytes
+from segue.server.request_ids import id_of
 from segue.server.responses import EventStream, event, json_response, reply_response, unless_gone
 from segue.server.running import runtime_of
 
@@ -34,7 +35,8 @@ async def _answer(request: Request, kind: CallKind) -> ASGIApp:
     """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
     runtime = runtime_of(request)
     call = await kind.parse(runtime, await read_bytes(request, runtime.config.max_body_mib), None)
-    start = runtime.manager.submit(call.requests, call.batch_id, is_streamed=call.stream)
+    alias = id_of(request.scope)
+    start = runtime.manager.submit(call.requests, call.batch_id, is_streamed=call.stream, alias=alias)
     if call.stream:
         generation = await unless_gone(request, start)
         events = _events(generation, kind.reply(runtime, call, generation))

@@ -16,8 +16,10 @@ from segue.server.access import Gate, GateOptions, Refusal, require_levels, unma
 from segue.server.responses import InternalError, RouteError, error_response
 
 
-def guarded_app(options: GateOptions, routes: Iterable[BaseRoute]) -> Starlette:
+def guarded_app(options: GateOptions, routes: Iterable[BaseRoute], root_path: str | None = None) -> Starlette:
     """Returns an application with these routes and the checks that the options ask for.
+
+    ``root_path`` is what a proxy puts before the routes: redirects and OpenAPI's description have it.
 
     Raises:
         ConfigError: an allowed host or an origin in the options is not valid.
@@ -27,7 +29,8 @@ def guarded_app(options: GateOptions, routes: Iterable[BaseRoute]) -> Starlette:
     app = Starlette(routes=list(routes), exception_handlers=dict.fromkeys(kinds, _on_error))
     app.router.redirect_slashes = False  # `unmatched` redirects, once the key is checked
     app.state.gate = gate = Gate(options)
-    app.router.default = unmatched(gate, app.router.routes)
+    app.state.root_path = root_path or ""
+    app.router.default = unmatched(gate, app.router.routes, app.state.root_path)
     require_levels(app.router.routes)
     # Each route makes the other checks, since they depend on its level of access.
     install(app, gate.guard, error_response, checks_all=False)

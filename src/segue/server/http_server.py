@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from starlette.types import ASGIApp
 from segue.listener import BACKLOG
 from segue.server.connection import Connection
 from segue.server.connections import ConnectionLimits, Connections
+from segue.server.handshakes import ACCEPTED_AT_ONCE, Handshakes
+from segue.server.request_ids import marked
 
 GRACE_S = 1  # time for replies to end when uvicorn shuts down
-# Connections accepted per turn of the event loop. uvloop accepts one per turn: where many requests are
-# answered in a turn of 0.2 s, a health check behind 1,000 new connections would wait for minutes.
-ACCEPTED_AT_ONCE = 128
+CLOSING_S = 0.5  # for clients that speak TLS to agree to the end of a connection, when uvicorn shuts down
 
 
 async def first_of(*ends: asyncio.Future[Any], timeout: float | None = None) -> None:
@@ -47,13 +48,29 @@ def on_signals() -> tuple[asyncio.Event, asyncio.Event]:
 class HttpServer(uvicorn.Server):
     """A uvicorn server that leaves signals to its caller, and whose connections have limits."""
 
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, log_level: str) -> None:
-        """Make a server for ``app``; each request is logged only at the level "debug"."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits,
+        log_level: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        root_path: str | None = None,
+    ) -> None:
+        """Make a server for ``app``; each request is logged only at the level "debug".
+
+        Args:
+            app: answers requests.
+            limits: of its connections.
+            log_level: of uvicorn's own lines.
+            tls: how it speaks TLS; None: it speaks plain HTTP.
+            root_path: is removed from the paths of requests that begin with it.
+        """
         config = uvicorn.Config(
-            app,
+            marked(app),
             log_config=None,
             log_level=log_level,
-            access_log=log_level == "debug",
+            access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=math.ceil(limits.idle_s),
@@ -61,6 +78,8 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._connections = Connections(limits)
+        self._tls = tls
+        self._root_path = (root_path or "").encode()
         self._accepting: set[asyncio.Task[None]] = set()
         self.accepts = asyncio.Event()  # set once clients are accepted
 
@@ -69,6 +88,10 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])  # uvicorn's own would make connections without limits
         loop = asyncio.get_running_loop()
         for listener in sockets or []:
+            if self._tls is not None:
+                handshakes: Any = Handshakes(listener, self._tls, self._connections, self._protocol)
+                self.servers.append(handshakes)
+                continue
             accept = partial(self._accept_more, listener)
             create: Any = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
             self.servers.append(await create(accept, sock=listener, backlog=BACKLOG))
@@ -79,6 +102,12 @@ class HttpServer(uvicorn.Server):
         self._connections.tick(time.monotonic())
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections; those that wait for the client's end of TLS are not waited for."""
+        if self._tls is not None:
+            asyncio.get_running_loop().call_later(CLOSING_S, self._connections.abort_closing)
+        await super().shutdown(sockets)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Do nothing, where uvicorn would handle SIGINT and SIGTERM: :func:`serve` does."""
@@ -88,6 +117,8 @@ class HttpServer(uvicorn.Server):
         """Returns the protocol of the client just accepted, after accepting those who wait behind it.
 
         The event loop calls it, in place of a plain factory of protocols, once per client that it accepts.
+        uvloop accepts one per turn: where many requests are answered in a turn of 0.2 s, a health check
+        behind 1,000 new connections would wait for minutes.
         """
         for _ in range(ACCEPTED_AT_ONCE - 1):
             try:
@@ -110,6 +141,7 @@ class HttpServer(uvicorn.Server):
         """Make the protocol of one client, with the arguments that uvicorn would give to its own."""
         return Connection(
             connections=self._connections,
+            root_path=self._root_path,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

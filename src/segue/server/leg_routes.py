@@ -37,6 +37,7 @@ from segue.server.access import Access, Routes
 from segue.server.body import INLINE_BYTES
 from segue.server.calls import CALL_KINDS, CallKind, Reply
 from segue.server.raw_body import read_bytes
+from segue.server.request_ids import id_of
 from segue.server.responses import EventStream, encode, error_response, event, reply_bytes, unless_gone
 from segue.server.running import runtime_of
 
@@ -77,7 +78,8 @@ async def _answer(request: Request, runtime: Runtime, leg: Leg, kind: CallKind) 
     call = await kind.parse(runtime, leg.body, leg.id)
     requests = await leg_requests(leg, call.requests, runtime.manager.encoder)
     call = _with(call, leg, requests)
-    start = runtime.manager.submit(requests, call.batch_id, is_streamed=True)
+    alias = id_of(request.scope)  # the router passes its client's on
+    start = runtime.manager.submit(requests, call.batch_id, is_streamed=True, alias=alias)
     generation = await unless_gone(request, start)
     reply = kind.reply(runtime, call, generation)
     if leg.kind == "prefill":

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.config import EngineConfig, parse_metric_names
 from segue.disagg.lease import LeaseState
 from segue.disagg.offer import OfferState
 from segue.failover.life import Life, LifeState
@@ -23,6 +24,7 @@ from segue.messages.kv import GoneReason
 from segue.messages.life import ColdReason
 from segue.messages.steps import EagerReason
 from segue.server.access import Access, Routes
+from segue.server.metric_names import named
 
 LABEL = "model_name"
 GRAPH_KINDS = ("decode", "forward", "prefill", "grid")
@@ -40,26 +42,32 @@ async def metrics(request: Request) -> Response:
     return _exposition(EngineCollector(runtime))
 
 
-def metrics_of(runtime: Runtime | None, life: Life, name: str) -> Response:
-    """Returns the metrics of an engine in any state; ``name`` is that of its model until it is loaded."""
-    return _exposition(LifeCollector(life, name) if runtime is None else EngineCollector(runtime))
+def metrics_of(runtime: Runtime | None, life: Life, config: EngineConfig) -> Response:
+    """Returns the metrics of an engine in any state; its options name the model until it is loaded."""
+    return _exposition(LifeCollector(life, config) if runtime is None else EngineCollector(runtime))
 
 
 def _exposition(collector: Collector) -> Response:
     return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
 
+def _names(config: EngineConfig) -> list[str]:
+    return parse_metric_names(config.metric_names, "metric_names")
+
+
 class LifeCollector(Collector):
     """Collects the metrics of an engine that starts."""
 
-    def __init__(self, life: Life, name: str) -> None:
+    def __init__(self, life: Life, config: EngineConfig) -> None:
         self._life = life
-        self._name = name
+        self._config = config
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        gauge, counter = partial(_metric, GaugeMetricFamily), partial(_metric, CounterMetricFamily)
-        yield from _life_metrics(self._life, 0, partial(gauge, self._name), partial(counter, self._name))
+        name = self._config.served_model_name or self._config.model or ""
+        gauge = partial(_metric, GaugeMetricFamily, name)
+        counter = partial(_metric, CounterMetricFamily, name)
+        yield from named(_life_metrics(self._life, 0, gauge, counter), _names(self._config))
 
 
 class EngineCollector(Collector):
@@ -69,82 +77,87 @@ class EngineCollector(Collector):
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics; none while the engine starts.
+        """Yields the metrics under the names that the options want; none while the engine starts."""
+        if self._runtime is not None:
+            yield from named(_engine_metrics(self._runtime), _names(self._runtime.config))
 
-        The helpers below know the model's name: each call takes a metric's name, its help text, its value or
-        its values by label, and the label. ``now`` has the scheduler's counters, ``stats`` the frontend's
-        own, and ``last`` what is known of the last weight update.
-        """
-        runtime = self._runtime
-        if runtime is None:
-            return
-        gauge = partial(_metric, GaugeMetricFamily, runtime.name)
-        counter = partial(_metric, CounterMetricFamily, runtime.name)
-        histogram = partial(_histogram, runtime.name)
-        manager, stats, now = runtime.manager, runtime.manager.stats, runtime.manager.stats.counters
-        pages = manager.ready.limits.num_pages
-        live = (now.used_pages - now.cached_pages) / pages
-        yield from _life_metrics(runtime.life, runtime.epoch, gauge, counter)
-        yield gauge("num_requests_running", "Running requests.", now.num_running)
-        yield gauge("num_requests_waiting", "Waiting requests.", now.num_waiting)
-        text = "KV pages of live requests and the prefix cache; 1 is full."
-        yield gauge("kv_cache_usage_perc", text, now.used_pages / pages)
-        yield gauge("kv_cache_live_perc", "KV pages of live requests alone, not shared; 1 is full.", live)
 
-        text = "Prompt tokens looked up in the prefix cache."
-        yield counter("prefix_cache_queries", text, now.prompt_tokens)
-        yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.cached_tokens)
-        yield counter("num_preemptions", "Requests retracted for want of KV pages.", now.num_preemptions)
-        text = "Prompt tokens of requests that got a first token."
-        yield counter("prompt_tokens", text, stats.prompt_tokens)
-        yield counter("generation_tokens", "Output tokens.", now.output_tokens)
-        yield counter("engine_steps", "Steps planned.", now.num_steps)
-        graphs = dict.fromkeys(GRAPH_KINDS, 0) | now.graph_hits
-        yield counter("graph_hit", "Steps that replayed a CUDA graph, by kind.", graphs, "kind")
-        yield counter("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens)
-        text = "Requests that ended because their logits were NaN or infinite."
-        yield counter("non_finite_logits", text, now.non_finite_logits)
+def _engine_metrics(runtime: Runtime) -> Iterator[Metric]:
+    """Yields the metrics of an engine.
 
-        paused = {mode: now.paused == mode for mode in get_args(PauseMode)}
-        yield gauge("paused", "Whether generation is paused, by mode.", paused, "mode")
-        yield gauge("engine_hung", "Whether the engine does not answer.", runtime.is_hung)
-        ages = {str(rank): age for rank, age in enumerate(runtime.heartbeat_ages)}
-        yield gauge("heartbeat_age_seconds", "Seconds since the last heartbeat of a worker.", ages, "rank")
+    The helpers below know the model's name: each call takes a metric's name, its help text, its value or
+    its values by label, and the label. ``now`` has the scheduler's counters, ``stats`` the frontend's
+    own, and ``last`` what is known of the last weight update.
+    """
+    gauge = partial(_metric, GaugeMetricFamily, runtime.name)
+    counter = partial(_metric, CounterMetricFamily, runtime.name)
+    histogram = partial(_histogram, runtime.name)
+    manager, stats, now = runtime.manager, runtime.manager.stats, runtime.manager.stats.counters
+    pages = manager.ready.limits.num_pages
+    live = (now.used_pages - now.cached_pages) / pages
+    yield from _life_metrics(runtime.life, runtime.epoch, gauge, counter)
+    yield gauge("num_requests_running", "Running requests.", now.num_running)
+    yield gauge("num_requests_waiting", "Waiting requests.", now.num_waiting)
+    text = "KV pages of live requests and the prefix cache; 1 is full."
+    yield gauge("kv_cache_usage_perc", text, now.used_pages / pages)
+    yield gauge("kv_cache_live_perc", "KV pages of live requests alone, not shared; 1 is full.", live)
+    text = "KV pages that live requests hold, shared or not: no others can be evicted; 1 is full."
+    yield gauge("kv_cache_taken_perc", text, now.taken_pages / pages)
 
-        weights, last = manager.weights, manager.weights.last
-        yield counter("weight_updates", "Weight updates that took effect.", weights.num_committed)
-        yield counter("weight_update_failures", "Weight updates that failed.", weights.num_failed)
-        text = "Bytes that a rank received in the last update."
-        yield gauge("weight_update_bytes", text, last.get("num_bytes", 0))
-        text = "Receive rate of the last update, GB per second."
-        yield gauge("weight_update_gb_per_second", text, last.get("gb_per_s", 0.0))
-        staging = last.get("staging", {}).get("num_bytes", 0)
-        yield gauge("weight_staging_bytes", "Bytes of staging memory of the last update.", staging)
-        poisoned = weights.poisoned is not None
-        yield gauge("weights_poisoned", "Whether a failed commit prevents generation.", poisoned)
-        phases = {phase.removesuffix("_s"): value for phase, value in last.get("timings", {}).items()}
-        yield gauge("weight_update_seconds", "Seconds of the last update, by phase.", phases, "phase")
-        yield gauge("weight_version_info", "The name of the served weights.", {weights.version: 1}, "version")
+    text = "Prompt tokens looked up in the prefix cache."
+    yield counter("prefix_cache_queries", text, now.prompt_tokens)
+    yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.cached_tokens)
+    yield counter("num_preemptions", "Requests retracted for want of KV pages.", now.num_preemptions)
+    text = "Prompt tokens of requests that got a first token."
+    yield counter("prompt_tokens", text, stats.prompt_tokens)
+    yield counter("generation_tokens", "Output tokens.", now.output_tokens)
+    yield counter("engine_steps", "Steps planned.", now.num_steps)
+    graphs = dict.fromkeys(GRAPH_KINDS, 0) | now.graph_hits
+    yield counter("graph_hit", "Steps that replayed a CUDA graph, by kind.", graphs, "kind")
+    yield counter("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens)
+    text = "Requests that ended because their logits were NaN or infinite."
+    yield counter("non_finite_logits", text, now.non_finite_logits)
 
-        finished = stats.finished
-        yield counter("request_success", "Requests that ended, by reason.", finished, "finished_reason")
-        eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
-        yield counter("eager", "Steps that ran without a CUDA graph, by reason.", eager, "reason")
+    paused = {mode: now.paused == mode for mode in get_args(PauseMode)}
+    yield gauge("paused", "Whether generation is paused, by mode.", paused, "mode")
+    yield gauge("engine_hung", "Whether the engine does not answer.", runtime.is_hung)
+    ages = {str(rank): age for rank, age in enumerate(runtime.heartbeat_ages)}
+    yield gauge("heartbeat_age_seconds", "Seconds since the last heartbeat of a worker.", ages, "rank")
 
-        text = "Seconds from a request to its first token."
-        yield histogram("time_to_first_token_seconds", text, stats.first_token)
-        text = "Seconds between tokens of a request."
-        yield histogram("inter_token_latency_seconds", text, stats.between_tokens)
-        yield histogram("e2e_request_latency_seconds", "Seconds from a request to its end.", stats.request)
-        text = "Seconds from a step's launch to its tokens on the host."
-        yield histogram("step_time_seconds", text, stats.step)
-        if now.laps is not None:
-            yield from _laps_metrics(now.laps, stats, gauge, counter, histogram)
-        if runtime.config.warm_kv:
-            yield from _warm_metrics(now, manager.ready.limits.page_size, gauge)
-        if now.handover is not None:
-            page_bytes = manager.ready.kv_bytes // (pages + 1)  # the pool has a scratch page
-            yield from _handover_metrics(now.handover, page_bytes, gauge, counter)
+    weights, last = manager.weights, manager.weights.last
+    yield counter("weight_updates", "Weight updates that took effect.", weights.num_committed)
+    yield counter("weight_update_failures", "Weight updates that failed.", weights.num_failed)
+    text = "Bytes that a rank received in the last update."
+    yield gauge("weight_update_bytes", text, last.get("num_bytes", 0))
+    text = "Receive rate of the last update, GB per second."
+    yield gauge("weight_update_gb_per_second", text, last.get("gb_per_s", 0.0))
+    staging = last.get("staging", {}).get("num_bytes", 0)
+    yield gauge("weight_staging_bytes", "Bytes of staging memory of the last update.", staging)
+    poisoned = weights.poisoned is not None
+    yield gauge("weights_poisoned", "Whether a failed commit prevents generation.", poisoned)
+    phases = {phase.removesuffix("_s"): value for phase, value in last.get("timings", {}).items()}
+    yield gauge("weight_update_seconds", "Seconds of the last update, by phase.", phases, "phase")
+    yield gauge("weight_version_info", "The name of the served weights.", {weights.version: 1}, "version")
+
+    finished = stats.finished
+    yield counter("request_success", "Requests that ended, by reason.", finished, "finished_reason")
+    eager = {reason: now.eager_steps.get(reason, 0) for reason in get_args(EagerReason)}
+    yield counter("eager", "Steps that ran without a CUDA graph, by reason.", eager, "reason")
+
+    text = "Seconds from a request to its first token."
+    yield histogram("time_to_first_token_seconds", text, stats.first_token)
+    text = "Seconds between tokens of a request."
+    yield histogram("inter_token_latency_seconds", text, stats.between_tokens)
+    yield histogram("e2e_request_latency_seconds", "Seconds from a request to its end.", stats.request)
+    text = "Seconds from a step's launch to its tokens on the host."
+    yield histogram("step_time_seconds", text, stats.step)
+    if now.laps is not None:
+        yield from _laps_metrics(now.laps, stats, gauge, counter, histogram)
+    if runtime.config.warm_kv:
+        yield from _warm_metrics(now, manager.ready.limits.page_size, gauge)
+    if now.handover is not None:
+        page_bytes = manager.ready.kv_bytes // (pages + 1)  # the pool has a scratch page
+        yield from _handover_metrics(now.handover, page_bytes, gauge, counter)
 
 
 def _life_metrics(life: Life, epoch: int, gauge: _Make, counter: _Make) -> Iterator[Metric]:

@@ -148,9 +148,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus' text format; 200 in every state."""
     engine = _engine_of(request)
-    return metrics_of(
-        engine.runtime, engine.life, engine.config.served_model_name or engine.config.model or ""
-    )
+    return metrics_of(engine.runtime, engine.life, engine.config)
 
 
 @calls.post("/engine/wake_up")

@@ -277,7 +277,7 @@ def main() -> None:
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
-    configure(config.log_level, rank=tp.rank if tp.size > 1 else None)
+    configure(config.log_level, config.log_format, rank=tp.rank if tp.size > 1 else None)
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
     try:
