@@ -207,7 +207,22 @@ def test_an_older_engine_gets_nothing(directory: Path) -> None:
         assert ask(new, second).is_fresh
         refused = refusal(lambda: ask(new, second))
         assert refused.code == "held" and "default/b rank 0" in refused.message
-        assert refusal(lambda: ask(old, second)).code == "held"
+
+
+def test_an_epoch_that_its_engine_has_not_claimed_is_refused_by_name(directory: Path) -> None:
+    with target(directory, engine="a", size=2) as first, target(directory, engine="b") as other:
+        epoch = first.claim()
+        refused = refusal(lambda: ask(other, epoch))
+        assert refused.code == "unclaimed" and f"epoch {epoch} is not one" in refused.message
+        assert "it has claimed none" in refused.message
+        refused = refusal(lambda: ask(first, epoch + 1))
+        assert refused.code == "unclaimed" and f"its highest is {epoch}" in refused.message
+        assert rows(directory) == [], "a refused ask leaves nothing"
+        with target(directory, engine="a", rank=1, size=2) as second:
+            assert ask(second, epoch).is_fresh, "rank 0 has claimed it for all ranks, also for later sessions"
+        with target(directory, engine="c", epoch=epoch + 5) as third:
+            assert refusal(lambda: ask(third, epoch)).code == "stale_epoch", "it has told a higher one"
+            assert ask(third, epoch + 5).is_fresh
 
 
 def test_who_waits_is_refused_once_a_newer_engine_claims(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -57,9 +57,15 @@ def need(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def ask(session: int, epoch: int, shape: KVLeaseShape) -> KVAskEvent:
-    process = None if session == 4 else 10 + session
-    return KVAskEvent(session=session, process=process, epoch=epoch, shape=shape, deadline=DEADLINE)
+def ask(session: int, epoch: int, shape: KVLeaseShape, claimed: int | None = None) -> KVAskEvent:
+    return KVAskEvent(
+        session=session,
+        process=None if session == 4 else 10 + session,
+        epoch=epoch,
+        claimed=epoch if claimed is None else claimed,
+        shape=shape,
+        deadline=DEADLINE,
+    )
 
 
 def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
@@ -70,6 +76,8 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
                     yield ask(session, epoch, SMALL), 0.0
                     if session == 2:
                         yield ask(session, epoch, LARGE), 0.0
+                    if session == 1:
+                        yield ask(session, epoch, SMALL, claimed=MAX_EPOCH - epoch + 1), 0.0
             yield KVReleaseEvent(session=session), 0.0
             yield KVGoneEvent(session=session), 0.0
             if session != 4:
@@ -131,7 +139,8 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
                     and isinstance(event, KVAskEvent)
                     and event.session == effect.session
                 ):
-                    need(event.epoch < lease.epoch, "the newest engine is refused as an old one")
+                    highest = max(lease.epoch, event.claimed)
+                    need(event.epoch < highest, "the newest engine is refused as an old one")
                 if code == "held":
                     assert isinstance(event, KVAskEvent)
                     waits = world.lease.ask
@@ -150,8 +159,10 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     if lease.phase is KVPhase.MAKING and lease.current is not None:
         kept.discard(lease.current.number)
     need(kept == sets, "a set is lost, or one that was freed is kept")
-    if isinstance(event, KVAskEvent) and event.epoch < world.lease.epoch:
-        need(event.session not in waiting, "an older engine waits")
+    if isinstance(event, KVAskEvent):
+        need(event.epoch >= world.lease.epoch or event.session not in waiting, "an older engine waits")
+        is_right = event.epoch == event.claimed
+        need(is_right or lease == world.lease, "an epoch that its engine has not claimed changes something")
     asked = set() if lease.ask is None else {lease.ask.session}
     need(waiting <= asked, "a session waits that nobody will answer")
     if lease.phase is KVPhase.QUARANTINED:
@@ -250,6 +261,26 @@ def an_older_engine_is_granted_memory(patch: Patch) -> None:
     on_ask = KVLease.on_ask
     patch.setattr(
         KVLease, "on_ask", lambda self, event: on_ask(self, replace(event, epoch=max(event.epoch, 2)))
+    )
+
+
+@bug
+def an_epoch_below_the_claimed_one_counts(patch: Patch) -> None:
+    on_ask = KVLease.on_ask
+    patch.setattr(
+        KVLease,
+        "on_ask",
+        lambda self, event: on_ask(self, replace(event, claimed=min(event.claimed, event.epoch))),
+    )
+
+
+@bug
+def an_epoch_above_the_claimed_one_counts(patch: Patch) -> None:
+    on_ask = KVLease.on_ask
+    patch.setattr(
+        KVLease,
+        "on_ask",
+        lambda self, event: on_ask(self, replace(event, claimed=max(event.claimed, event.epoch))),
     )
 
 

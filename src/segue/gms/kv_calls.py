@@ -95,6 +95,7 @@ class KVLeases:
             session=session.number,
             process=self._service.fence.process_of(session.number),
             epoch=message.epoch,
+            claimed=session.epoch,
             shape=shape,
             deadline=time.monotonic() + message.wait_s,
         )
@@ -187,7 +188,7 @@ class KVLeases:
                     self._grant(key, effect)
                 case RefuseKV():
                     own = isinstance(event, KVAskEvent) and event.session == effect.session
-                    self._refuse(key, before, effect, call if own else 0)
+                    self._refuse(key, before, effect, event if own else None, call if own else 0)
                 case FreeKV():
                     self._free(key, effect.number)
                 case KillWriter():
@@ -273,24 +274,35 @@ class KVLeases:
         text = f"{memory.shape.pool_bytes} bytes, {what}, to {session.name}"
         self._service.note_event("kv_granted", f"{_name(key)}: {text}")
 
-    def _refuse(self, key: _Key, before: KVState, effect: RefuseKV, call: int) -> None:
-        """Answer an ask with a refusal: that of `call`, 0: the one that waits."""
+    def _refuse(
+        self, key: _Key, before: KVState, effect: RefuseKV, event: KVLeaseEvent | None, call: int
+    ) -> None:
+        """Answer an ask with a refusal: the `event`, which is that of `call`, or the ask that waits."""
         session = self._service.sessions.get(effect.session)
         waiting = self._calls.get(effect.session, 0)
         if waiting and call in (0, waiting):
             del self._calls[effect.session]
-        text = self._reason(key, before, effect.code)
+        text = self._reason(key, before, effect.code, event)
         self._service.note_event("refused", f"{effect.code}: {self._service.name(effect.session)}: {text}")
         if session is not None:
             session.refuse(call or waiting, effect.code, text)
 
-    def _reason(self, key: _Key, before: KVState, code: KVRefusalCode) -> str:
-        """Return the text of a refusal."""
+    def _reason(
+        self, key: _Key, before: KVState, code: KVRefusalCode, event: KVLeaseEvent | None
+    ) -> str:
+        """Return the text of a refusal of an event, or of the ask that waits."""
         what, error = _name(key), self._errors.get(key, "")
         match code:
             case "stale_epoch":
                 epoch = self._states[key].epoch
+                if isinstance(event, KVAskEvent):
+                    epoch = max(epoch, event.claimed)
                 return f"{what}: an engine has asked, or has claimed, with epoch {epoch}; this one must end"
+            case "unclaimed":
+                assert isinstance(event, KVAskEvent)
+                text = f"epoch {event.epoch} is not one that this engine has claimed"
+                highest = f"its highest is {event.claimed}" if event.claimed else "it has claimed none"
+                return f"{what}: {text}; {highest}, and an engine asks with that"
             case "held":
                 text = f"{self._writer(before)} has it, or waits for it, under epoch {before.epoch}"
                 return f"{what}: {text}; an engine asks once, with an epoch that it has claimed"

@@ -26,9 +26,10 @@ class KVPhase(Enum):
     SHAPED = auto()  # it is free, and has the shape that the cohort's engines use
 
 
-# stale_epoch: a newer engine has asked. fence: the predecessor's process has not ended, and the device has no
-# memory for a second set. memory: the device has too little. held: the holder lives, and has the same epoch.
-KVRefusalCode = Literal["stale_epoch", "fence", "memory", "held"]
+# stale_epoch: a newer engine has asked, or the asker has claimed a higher epoch. unclaimed: the asker's engine
+# has not claimed the epoch. fence: the predecessor's process has not ended, and the device has no memory for a
+# second set. memory: the device has too little. held: the holder lives, and has the same epoch.
+KVRefusalCode = Literal["stale_epoch", "unclaimed", "fence", "memory", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class KVAskEvent:
     session: int
     process: int | None  # identifies the pidfd that fires when the asker has ended; None: there is none
     epoch: int
+    claimed: int  # the highest epoch that its engine has claimed; 0: none
     shape: KVLeaseShape
     deadline: float = inf  # until when it waits for the predecessor's end
 
@@ -223,8 +225,11 @@ class KVLease:
     def on_ask(self, ask: KVAskEvent) -> None:
         """Take a request; of two that wait, the one of the higher epoch stays."""
         state = self.state
-        if ask.epoch < state.epoch:
+        if ask.epoch < max(state.epoch, ask.claimed):
             self.effects.append(RefuseKV(ask.session, "stale_epoch"))
+            return
+        if ask.epoch > ask.claimed:
+            self.effects.append(RefuseKV(ask.session, "unclaimed"))
             return
         waits = state.ask
         is_second = waits is not None and waits.epoch == ask.epoch

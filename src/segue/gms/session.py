@@ -31,6 +31,7 @@ class GmsSession:
     pid: int
     hello: wire.OpenSession
     port: GmsPort
+    epoch: int  # the highest that its engine has claimed; 0: none
     ask_call: int = 0  # the call that waits for weights; 0: none
     manifest: WeightsManifest | None = None  # that it has asked with
     since: float = field(default_factory=time.monotonic)

@@ -159,6 +159,8 @@ class ServiceMemory(PrivateMemory):
         if leases:
             claimed = self._groups.all_gather([claimed])[0][0]
             if claimed:
+                if self._served is not None:  # told to a service that is started again meanwhile
+                    self._served.epoch = max(self._served.epoch, claimed)
                 self._lease_kv(
                     claimed, away_until, began + min(self._fence_timeout_s, WAKE_SHARE * timeout_s)
                 )
@@ -193,7 +195,7 @@ class ServiceMemory(PrivateMemory):
                 self._leasable.lease(self._session(), epoch, max(0.0, until - time.monotonic()))
                 return
             except MemoryServiceError as error:
-                if error.code != "lost":
+                if error.code not in ("lost", "unclaimed"):  # the first rank may still have to tell the epoch
                     raise
                 if time.monotonic() >= away_until:
                     logger.warning("the KV cache is memory of this process: %s", error.message)
