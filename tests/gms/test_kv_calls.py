@@ -42,7 +42,9 @@ def kinds(directory: Path) -> list[str]:
 
 def ask(client: GmsClient, epoch: int, **options: Any) -> Mapped:
     given = {"pool_bytes": 2 * SLAB, "slab_bytes": SLAB} | options
-    return Mapped(client.ask_kv(epoch, **given))
+    memory = Mapped(client.ask_kv(epoch, **given))
+    client.kv_prepared()
+    return memory
 
 
 def test_a_set_of_many_slabs_comes_with_a_journal(directory: Path) -> None:
@@ -247,13 +249,23 @@ def test_who_waits_is_refused_once_a_newer_engine_claims(tmp_path: Path, monkeyp
         assert found[0].code == "stale_epoch"
 
 
+def test_memory_is_fresh_until_an_engine_has_prepared_it(directory: Path) -> None:
+    with kv_engines(directory, "a", "b", "c") as engines:
+        for engine, word, is_fresh in zip(engines, ("take", "ask", "ask"), (True, True, False), strict=True):
+            assert engine.call(word, engine.call("claim"), 1, 0, DEADLINE_S) is is_fresh
+            engine.call("write", "left")
+            engine.kill()
+
+
 def test_a_process_that_lost_its_session_gets_its_own_memory_again(directory: Path) -> None:
     with kv_engines(directory, "a") as (engine,), target(directory, engine="b"):
         epoch = engine.call("claim")
-        assert engine.call("ask", epoch, 1, 0, 0.0) is True
-        engine.call("write", "mine")
+        assert engine.call("take", epoch, 1, 0, 0.0) is True
         engine.call("again")
         assert engine.call("ask", epoch, 1, 0, 0.0) is True, "it may never have got the first answer"
+        engine.call("write", "mine")
+        engine.call("again")
+        assert engine.call("ask", epoch, 1, 0, 0.0) is False
         assert engine.call("read", 4) == ["mine"]
         engine.kill()
         until(lambda: rows(directory)[0]["phase"] == "shaped", "the end of its process is still seen")

@@ -23,6 +23,7 @@ from segue.gms.kv_fsm import (
     KVLeaseShape,
     KVMadeEvent,
     KVPhase,
+    KVPreparedEvent,
     KVReleased,
     KVReleaseEvent,
     KVState,
@@ -47,7 +48,7 @@ class World:
     waiting: frozenset[int] = frozenset()  # sessions that are owed an answer
     living: frozenset[int] = frozenset(SESSIONS)  # sessions whose process runs
     mapped: frozenset[tuple[int, int]] = frozenset()  # (session, set): it may write there
-    first: frozenset[tuple[int, int]] = frozenset()  # (session, set): it had the set first, and still has it
+    prepared: frozenset[int] = frozenset()  # sets whose holder has said so
     sets: frozenset[int] = frozenset()  # those that the service holds
     granted: int = 0  # the epoch of the last grant
 
@@ -79,6 +80,7 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
                     if session == 1:
                         yield ask(session, epoch, SMALL, claimed=MAX_EPOCH - epoch + 1), 0.0
             yield KVReleaseEvent(session=session), 0.0
+            yield KVPreparedEvent(session=session), 0.0
             yield KVGoneEvent(session=session), 0.0
             if session != 4:
                 yield KVEndedEvent(process=10 + session), 0.0
@@ -94,8 +96,7 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
 def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     lease, effects = kv_step(world.lease, event, now)
     waiting, living, mapped, sets = map(set, (world.waiting, world.living, world.mapped, world.sets))
-    first, made = set(world.first), 0
-    granted = world.granted
+    prepared, granted = set(world.prepared), world.granted
     match event:
         case KVAskEvent():
             waiting.add(event.session)
@@ -105,14 +106,14 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
             living.discard(event.process - 10)
             waiting.discard(event.process - 10)  # its connection's end follows
             mapped = {(who, what) for who, what in mapped if who != event.process - 10}
-            first = {(who, what) for who, what in first if who != event.process - 10}
         case KVReleaseEvent() if event.session == world.lease.holder:
             mapped = {(who, what) for who, what in mapped if who != event.session}
-            first = {(who, what) for who, what in first if who != event.session}
+        case KVPreparedEvent() if event.session == world.lease.holder:
+            assert world.lease.current is not None
+            prepared.add(world.lease.current.number)
         case KVMadeEvent(is_made=True):
             assert world.lease.current is not None
-            made = world.lease.current.number
-            sets.add(made)
+            sets.add(world.lease.current.number)
     for effect in effects:
         match effect:
             case GrantKV():
@@ -122,10 +123,8 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
                 asked = event if isinstance(event, KVAskEvent) else world.lease.ask
                 assert asked is not None
                 need(asked.epoch >= granted, "an older engine is granted")
-                is_first = effect.number == made or (effect.session, effect.number) in first
-                need(effect.is_fresh == is_first, "what is in a set is not what its holder is told")
-                if effect.is_fresh:
-                    first.add((effect.session, effect.number))
+                is_fresh = effect.number not in prepared
+                need(effect.is_fresh == is_fresh, "what is in a set is not what its holder is told")
                 need(
                     effect.session in waiting & living,
                     "a session is granted that has not asked, or has ended",
@@ -171,8 +170,7 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     need(lease.phase in (KVPhase.MAKING, KVPhase.QUARANTINED) or lease.ask is None, "an ask is not answered")
     if isinstance(event, KVTickEvent) and now == LATE:
         need(lease.phase is not KVPhase.QUARANTINED or lease.ask is None, "a session waits too long")
-    first = {(who, what) for who, what in first if what in sets}
-    return World(lease, *map(frozenset, (waiting, living, mapped, first, sets)), granted)  # type: ignore[arg-type]
+    return World(lease, *map(frozenset, (waiting, living, mapped, prepared & sets, sets)), granted)  # type: ignore[arg-type]
 
 
 def renumbered(world: World) -> World:
@@ -191,7 +189,7 @@ def renumbered(world: World) -> World:
         living=frozenset(SESSIONS),
         sets=frozenset(new[number] for number in world.sets),
         mapped=frozenset((who, new[what]) for who, what in world.mapped if what in new),
-        first=frozenset((who, new[what]) for who, what in world.first),
+        prepared=frozenset(new[number] for number in world.prepared),
     )
 
 
@@ -313,8 +311,26 @@ def a_writer_that_asks_again_is_killed(patch: Patch) -> None:
 
 
 @bug
-def what_was_lost_on_its_way_counts_as_written(patch: Patch) -> None:
-    patch.setattr(KVLease, "grant_again", lambda self, memory: self.grant(memory, is_fresh=False))
+def what_was_granted_counts_as_prepared(patch: Patch) -> None:
+    grant = KVLease.grant
+
+    def trusting(self: KVLease, memory: object) -> None:
+        grant(self, memory)  # type: ignore[arg-type]
+        assert self.state.current is not None
+        self.set(current=replace(self.state.current, is_fresh=False))
+
+    patch.setattr(KVLease, "grant", trusting)
+
+
+@bug
+def what_was_prepared_is_fresh_for_the_next_engine(patch: Patch) -> None:
+    patch.setattr(KVLease, "prepared", lambda self, session: None)
+
+
+@bug
+def any_session_may_say_that_a_set_is_prepared(patch: Patch) -> None:
+    prepared = KVLease.prepared
+    patch.setattr(KVLease, "prepared", lambda self, session: prepared(self, self.state.holder or 0))
 
 
 @bug
@@ -340,9 +356,9 @@ def a_session_waits_for_a_process_for_ever(patch: Patch) -> None:
 def the_replaced_set_is_kept(patch: Patch) -> None:
     grant = KVLease.grant
 
-    def hoarding(self: KVLease, memory: object, *, is_fresh: bool) -> None:
+    def hoarding(self: KVLease, memory: object) -> None:
         self.effects = [each for each in self.effects if not isinstance(each, FreeKV)]
-        grant(self, memory, is_fresh=is_fresh)  # type: ignore[arg-type]
+        grant(self, memory)  # type: ignore[arg-type]
 
     patch.setattr(KVLease, "grant", hoarding)
 

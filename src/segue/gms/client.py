@@ -54,7 +54,7 @@ class KVGrant:
     sizes: list[int]  # bytes of each slab
     descriptors: list[int]  # of the slabs
     journal: int | None  # a descriptor too
-    is_fresh: bool  # nobody has written to it before; on a device its contents are undefined then
+    is_fresh: bool  # nobody has prepared it before; on a device its contents are undefined then
 
 
 class GmsClient:
@@ -297,6 +297,10 @@ class GmsClient:
             raise self._lost(f"{len(given)} descriptors for {len(sizes)} slabs")
         journal = given.pop() if journal_bytes else None
         return KVGrant(sizes=sizes, descriptors=given, journal=journal, is_fresh=parts[0].is_fresh)
+
+    def kv_prepared(self) -> None:
+        """Say that the fresh KV memory of this session is prepared; else it is fresh for the next engine."""
+        self._one(wire.KVPrepared(call=self._next()), wire.CallDone, reply_s=TAKEOVER_REPLY_S)
 
     def release_kv(self) -> None:
         """Give the KV memory of this session back, which this process has unmapped."""

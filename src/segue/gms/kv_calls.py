@@ -26,6 +26,7 @@ from segue.gms.kv_fsm import (
     KVLeaseShape,
     KVMadeEvent,
     KVPhase,
+    KVPreparedEvent,
     KVRefusalCode,
     KVReleased,
     KVReleaseEvent,
@@ -105,6 +106,12 @@ class KVLeases:
     def release(self, session: GmsSession, call: int) -> None:
         """Take memory back from its writer."""
         self._step(_key(session), KVReleaseEvent(session=session.number), call)
+
+    def prepared(self, session: GmsSession, call: int) -> None:
+        """Note that a rank has prepared its memory, which was fresh."""
+        if _key(session) in self._states:
+            self._step(_key(session), KVPreparedEvent(session=session.number))
+        session.port.send(wire.CallDone(call=call))
 
     def gone(self, session: GmsSession) -> None:
         """Note the end of a session; its process may still write."""

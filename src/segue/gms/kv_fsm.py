@@ -5,6 +5,9 @@ proves: a closed connection alone does not, as kernels may still run. If that ta
 gets fresh memory, and the service gives its descriptors of the old memory up: the kernel frees it with the
 last mapping. Without a pidfd nothing is ever proved, so then every successor gets fresh memory.
 
+Memory is fresh until an engine says that it has prepared it: on a device, it has zeros then, and not what any
+other program had there. One that is killed before leaves it fresh.
+
 Nothing here does I/O: :func:`kv_step` returns effects, which the server carries out.
 """
 
@@ -76,6 +79,13 @@ class KVReleaseEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVPreparedEvent:
+    """The holder has prepared its memory, which was fresh."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVEndedEvent:
     """The pidfd of a process has fired."""
 
@@ -104,6 +114,7 @@ KVLeaseEvent = (
     | KVMadeEvent
     | KVGoneEvent
     | KVReleaseEvent
+    | KVPreparedEvent
     | KVEndedEvent
     | KVEpochEvent
     | KVAbandonedEvent
@@ -168,7 +179,7 @@ class KVSet:
     shape: KVLeaseShape
     writer: int | None = None  # the process that may write to it
     is_quiet: bool = True  # nobody can write to it
-    is_fresh: bool = True  # nobody had written to it when it was granted last
+    is_fresh: bool = True  # no holder has said that it has prepared it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +222,8 @@ class KVLease:
                 self.gone(event.session)
             case KVReleaseEvent():
                 self.release(event.session)
+            case KVPreparedEvent():
+                self.prepared(event.session)
             case KVEndedEvent():
                 self.ended(event.process)
             case KVEpochEvent():
@@ -282,26 +295,26 @@ class KVLease:
         ask, current = self.state.ask, self.state.current
         assert ask is not None and current is not None and current.is_quiet
         if current.shape == ask.shape:
-            self.grant(current, is_fresh=False)
+            self.grant(current)
         else:
             self.effects.append(FreeKV(current.number))
             self.make()
 
-    def grant(self, memory: KVSet, *, is_fresh: bool) -> None:
+    def grant(self, memory: KVSet) -> None:
         """Lease a set to the session that waits."""
         ask = self.state.ask
         assert ask is not None
-        memory = replace(memory, writer=ask.process, is_quiet=False, is_fresh=is_fresh)
+        memory = replace(memory, writer=ask.process, is_quiet=False)
         self.set(phase=KVPhase.LEASED, current=memory, old=None, holder=ask.session, ask=None)
         self.set(granted=ask.epoch)
-        self.effects.append(GrantKV(ask.session, memory.number, is_fresh))
+        self.effects.append(GrantKV(ask.session, memory.number, memory.is_fresh))
 
     def grant_again(self, memory: KVSet) -> None:
         """Lease a set to its own writer, which has lost its session and may never have got the answer."""
         ask = self.state.ask
         assert ask is not None
         if memory.shape == ask.shape:
-            self.grant(memory, is_fresh=memory.is_fresh)
+            self.grant(memory)
         else:
             self.effects.append(FreeKV(memory.number))
             self.make()
@@ -314,7 +327,7 @@ class KVLease:
         if is_made and ask is not None and ask.shape == current.shape:
             if old is not None:
                 self.effects.append(FreeKV(old.number))
-            self.grant(current, is_fresh=True)
+            self.grant(current)
             return
         if is_made:  # the session has gone meanwhile, or another one with another shape has come
             self.effects.append(FreeKV(current.number))
@@ -346,6 +359,12 @@ class KVLease:
             current = replace(current, writer=None, is_quiet=True)
             self.set(phase=KVPhase.SHAPED, holder=None, current=current)
         self.effects.append(KVReleased(session))
+
+    def prepared(self, session: int) -> None:
+        """Note that what the holder has is not fresh any more; any other session has nothing."""
+        current = self.state.current
+        if self.state.holder == session and current is not None:
+            self.set(current=replace(current, is_fresh=False))
 
     def ended(self, process: int) -> None:
         """Note the end of a process: what it alone could write is free, and it gets nothing more."""

@@ -193,6 +193,8 @@ class MemoryService:
                 self._offers.take(session, message, descriptors)
             case wire.AskKV():
                 await self.kv.ask(session, message)
+            case wire.KVPrepared():
+                self.kv.prepared(session, call)
             case wire.ReleaseKV():
                 self.kv.release(session, call)
             case wire.ClaimEpoch():

@@ -46,7 +46,7 @@ class HeldKV(msgspec.Struct, frozen=True, array_like=True):
 
     before: str  # its name under the engine before, unlike any other
     now: str  # its name from now on
-    is_fresh: bool  # whether no engine has written to it before
+    is_fresh: bool  # whether no engine had prepared it before
     epoch: int  # with which this engine has it
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 
 import torch
 
+from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient, KVGrant
 from segue.gms.transport import close
 from segue.kvcache.journal import renew_name
@@ -31,9 +33,10 @@ class ServiceKVMemory(ReleasableMemory):
     def lease(self, client: GmsClient, epoch: int, wait_s: float) -> None:
         """Map what the service grants to this rank, in place of the scratch page.
 
-        Fresh memory is zeroed, because that of a device may have bytes of any process. What an engine of the
-        cohort has left stays: attention reads no KV slot that its own engine has not written, as it is in a
-        pool that has served for hours.
+        Fresh memory is zeroed, because that of a device may have bytes of any process, and the service is
+        told so: if this engine dies before, the next one zeroes it. What an engine of the cohort has left
+        stays: attention reads no KV slot that its own engine has not written, as it is in a pool that has
+        served for hours.
 
         Args:
             client: a session with the service.
@@ -70,8 +73,12 @@ class ServiceKVMemory(ReleasableMemory):
             raise
         finally:
             close([*grant.descriptors, *([] if grant.journal is None else [grant.journal])])
-        if grant.is_fresh and self.device.type == "cuda":
-            held.tensors[0].zero_()
+        if grant.is_fresh:
+            if self.device.type == "cuda":
+                held.tensors[0].zero_()
+                self._synchronise()
+            with suppress(MemoryServiceError):  # then it is fresh for the next engine, too
+                client.kv_prepared()
         self.is_leased, self._is_parked = True, False
         what = "fresh" if grant.is_fresh else "of the engine before"
         logger.info("KV cache: %s of the memory service, %s", gib(held.window.size), what)
