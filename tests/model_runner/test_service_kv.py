@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_memory_without_a_journal_is_not_that_of_an_engine_with_one(directory: P
         assert (memory.held_kv is None) == (memory is cold) == (memory.kv_journal is None)
         assert memory is cold or (memory.held_kv is not None and memory.held_kv.is_fresh)
         memory.close()
+
+
+def test_a_journal_that_is_too_large_is_left_out_and_the_wake_goes_on(
+    directory: Path, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = make(directory, "a", warm_kv=True)
+    memory.pin_kv(replace(GEOMETRY, num_pages=1 << 24))
+    assert "would have 1.75 GiB, and the memory service keeps 1.00 GiB at most" in caplog.text
+    memory.wake(1, timeout_s=10.0)
+    assert is_leased(memory) and memory.held_kv is not None and memory.held_kv.is_fresh
+    assert memory.kv_journal is not None and memory.kv_journal.nbytes < journal_bytes(1 << 24, 16)
 
 
 def test_all_ranks_ask_with_the_epoch_that_rank_0_has_claimed(

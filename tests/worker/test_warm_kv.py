@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +16,8 @@ from segue.messages.life import HeldKV, RankAnswer, WakeRanks
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, RankMessage, StepPlan
 from segue.scheduler.invariants import find_problems
-from segue.worker.warm_kv import WarmKV
-from tests.scheduler.simulation import VOCAB, expected_output
+from segue.worker.warm_kv import WarmKV, make_warm_kv
+from tests.scheduler.simulation import VOCAB, Simulation, expected_output
 from tests.worker.test_loop import DEADLINE_MS, Client, Done
 
 NUM_PAGES, PAGE_SIZE = 26, 4
@@ -239,6 +240,26 @@ def test_without_memory_of_the_service_the_cache_begins_empty(
     client.generate("a", PROMPT)
     client.end()
     assert client.loop.scheduler.totals.warm_refused == "private" and not any(kept.journal)
+
+
+def test_without_room_for_a_journal_the_cache_begins_empty() -> None:
+    scheduler = Simulation(num_pages=NUM_PAGES, warm_kv=True).scheduler
+    name = memoryview(bytearray(16))  # which every rank's memory has
+    runner: Any = SimpleNamespace(
+        memory=SimpleNamespace(generations=SimpleNamespace(name="w"), kv_journal=name),
+        source=SimpleNamespace(config="c"),
+        device=SimpleNamespace(type="cpu"),
+        **{"dtype": "float32", "kv_bytes": 1, "attention_backend": "b"},
+    )
+    warm = make_warm_kv(scheduler, runner)
+    warm.await_ranks(1)
+    warm.on_answer(RankAnswer(1, 0, "", HeldKV("a", "b", False, 2)))
+    assert scheduler.totals.warm_refused == "size"
+    publisher = scheduler.resources.publisher
+    assert publisher is not None
+    publisher.forget_all()
+    warm.write()
+    assert not publisher.take(), "nothing is kept for a journal that never comes"
 
 
 def test_a_rank_that_cannot_wake_leaves_everything_as_it_is(kept: Kept, start: Start) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from segue.messages.weight_update import Call
 
 # Why an engine with --warm-kv takes no KV pages over; see `worker.warm_kv`.
-ColdReason = Literal["private", "fresh", "journal", "facts", "memory", "weights", "empty"]
+ColdReason = Literal["private", "size", "fresh", "journal", "facts", "memory", "weights", "empty"]
 
 
 class PingRanks(Call, frozen=True, tag=True, array_like=True):

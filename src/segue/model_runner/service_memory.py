@@ -24,11 +24,12 @@ from segue.errors import MemoryServiceError, WeightsMismatchError
 from segue.gms.client import GmsClient, GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import WeightsIdentity, WeightsManifest, difference
-from segue.gms.messages import WeightsGranted
+from segue.gms.messages import MAX_JOURNAL, WeightsGranted
 from segue.gms.reconnecting import SessionKeeper
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
+from segue.memory.budget import gib
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
@@ -227,8 +228,16 @@ class ServiceMemory(PrivateMemory):
         found = self._spread(holds)
         assert found is not None
         if self._leasable is not None and self._keeps_journal:
-            is_first, sizes = self._groups.tp.is_first, (found.num_pages, found.page_size)
-            self._leasable.journal_bytes = journal_bytes(*sizes) if is_first else NAME_BYTES
+            size = journal_bytes(found.num_pages, found.page_size) if self._groups.tp.is_first else NAME_BYTES
+            if size > MAX_JOURNAL:
+                logger.warning(
+                    "--warm-kv: the journal of %d pages of %d tokens would have %s, and the memory service keeps "
+                    "%s at most, so no engine goes on with the prefix cache of the one before; choose a larger "
+                    "--page-size",
+                    *(found.num_pages, found.page_size, gib(size), gib(MAX_JOURNAL)),
+                )
+                size = NAME_BYTES  # which is no journal: see `worker.warm_kv`
+            self._leasable.journal_bytes = size
         return found
 
     def _introduce_again(self) -> None:
