@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
 from segue.memory.releasable import ReleasableMemory
 from segue.memory.vmm import Slab
-from segue.model_runner import service_memory
+from segue.model_runner import service_kv, service_memory
 from segue.model_runner.service_kv import ServiceKVMemory
 from segue.model_runner.service_memory import ServiceMemory
 from segue.model_runner.service_start import kv_memory, make_service_memory
@@ -205,6 +206,38 @@ def test_a_refusal_ends_the_wake(directory: Path, make: Make) -> None:
         with pytest.raises(MemoryServiceError, match="epoch 2; this one must end") as caught:
             memory.wake(1, timeout_s=5.0)
     assert caught.value.code == "stale_epoch"
+
+
+def num_memfds() -> int:
+    """How many memfds this process has, the service's included."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+    return found
+
+
+@pytest.mark.parametrize("part", ["window.clear", "renew_name", "vmm.map"])
+def test_a_lease_that_fails_leaves_nothing_behind(
+    directory: Path, make: Make, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    memory = make(directory, "a", warm_kv=True)
+    memory.pin_kv(GEOMETRY)
+    kv = memory._leasable
+    assert kv is not None
+    window, before = kv._ranges["kv_cache"].window, num_memfds()
+
+    def fails(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("as if the system refused it")
+
+    places = {"window.clear": (window, "clear"), "renew_name": (service_kv, "renew_name")}
+    monkeypatch.setattr(*places.get(part, (kv._vmm, "map")), fails)
+    with pytest.raises(OSError, match="as if"):
+        memory.wake(1, timeout_s=10.0)
+    assert num_memfds() == before + 2, "the service's own slab and journal"
+    assert window.mapped_bytes == 0 and (kv.kv_journal, kv.held_kv, kv.is_leased) == (None, None, False)
+    assert (row_of(directory) or {})["phase"] == "shaped", "the service has it back"
 
 
 def test_a_service_that_comes_back_in_time_gives_the_memory(tmp_path: Path, make: Make) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from segue.errors import MemoryServiceError
+from segue.errors import MemoryServiceError, SegueError
 from segue.gms.client import GmsClient, KVGrant
 from segue.gms.transport import close
 from segue.kvcache.journal import renew_name
@@ -45,7 +45,7 @@ class ServiceKVMemory(ReleasableMemory):
 
         Raises:
             MemoryServiceError: the service refuses, or the connection has ended (code "lost").
-            SharedMemoryError: the memory cannot be mapped; the scratch page is away too then.
+            SharedMemoryError: the memory cannot be mapped, and is given back; the scratch page is away too then.
         """
         held = self._ranges["kv_cache"]
         if self.device.type == "cuda":
@@ -57,8 +57,8 @@ class ServiceKVMemory(ReleasableMemory):
             journal_bytes=self.journal_bytes,
             wait_s=wait_s,
         )
-        held.window.clear()
         try:
+            held.window.clear()
             self._take_journal(grant, epoch)
             start = 0
             for size, descriptor in zip(grant.sizes, grant.descriptors, strict=True):
@@ -68,20 +68,27 @@ class ServiceKVMemory(ReleasableMemory):
                 finally:
                     self._vmm.close(slab)  # the mapping keeps the memory
                 start += size
+            if grant.is_fresh and self.device.type == "cuda":
+                held.tensors[0].zero_()
+                self._synchronise()
         except BaseException:
-            held.window.clear()
+            self._give_back(client)
             raise
         finally:
             close([*grant.descriptors, *([] if grant.journal is None else [grant.journal])])
         if grant.is_fresh:
-            if self.device.type == "cuda":
-                held.tensors[0].zero_()
-                self._synchronise()
             with suppress(MemoryServiceError):  # then it is fresh for the next engine, too
                 client.kv_prepared()
         self.is_leased, self._is_parked = True, False
         what = "fresh" if grant.is_fresh else "of the engine before"
         logger.info("KV cache: %s of the memory service, %s", gib(held.window.size), what)
+
+    def _give_back(self, client: GmsClient) -> None:
+        """Leave nothing of a lease that has failed. What cannot be unmapped is not given back."""
+        self.kv_journal = self.held_kv = None
+        with suppress(SegueError, OSError):
+            self._ranges["kv_cache"].window.clear()
+            client.release_kv()
 
     def _take_journal(self, grant: KVGrant, epoch: int) -> None:
         """Map the journal, and give the memory, to which this engine will write, another name.
