@@ -13,12 +13,13 @@ import pytest
 
 from segue.cli.gms import status_tables
 from segue.errors import SharedMemoryError, SlabMemoryError
+from segue.gms import messages as wire
 from segue.gms.client import GmsClient
 from segue.gms.fencing import ProcessFence
 from segue.memory.memfd import MemfdVMM
 from tests.gms.kv_engine import Mapped, kv_engines
 from tests.gms.running import DEADLINE_S, SLAB, end, refusal, running, start, target, until
-from tests.gms.serving import serving
+from tests.gms.serving import SlowVMM, serving
 
 Patch = pytest.MonkeyPatch
 
@@ -175,6 +176,54 @@ def test_memory_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         assert ask(client, epoch, wait_s=DEADLINE_S).is_fresh
         helper.join()
         assert kinds(directory).count("out_of_memory") == 2
+
+
+def test_an_engine_that_gives_up_waiting_is_left_nothing(tmp_path: Path) -> None:
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory, target(directory) as client:
+        epoch = client.claim()
+        vmm.may_create.clear()
+        assert refusal(lambda: ask(client, epoch, limit_s=0.1)).code == "late"
+        assert [(row["phase"], row["waits"]) for row in rows(directory)] == [("making", None)]
+        vmm.may_create.set()
+        until(lambda: rows(directory) == [], "what is made too late is freed")
+        assert client.status()["devices"] == {"cpu": 0}
+        assert ask(client, epoch).is_fresh, "the session goes on"
+        assert "kv_withdrawn" in kinds(directory)
+
+
+def test_a_grant_that_comes_too_late_is_taken_back(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The service carries the ask out once the engine has given it up, and grants what is there."""
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory, target(directory) as client:
+        epoch = client.claim()
+        ask(client, epoch)
+        client.release_kv()
+        epoch = client.claim()
+        send, granted = client._send, kinds(directory).count("kv_granted")
+
+        def let(message: Any, descriptors: Any) -> None:
+            send(message, descriptors)
+            if isinstance(message, wire.WithdrawKV):
+                vmm.may_say.set()
+
+        monkeypatch.setattr(client, "_send", let)
+        vmm.may_say.clear()
+        assert refusal(lambda: ask(client, epoch, limit_s=0.1)).code == "late"
+        assert kinds(directory).count("kv_granted") == granted + 1, "too late"
+        assert rows(directory) == [] and client.status()["devices"] == {"cpu": 0}
+
+
+def test_an_older_engine_that_withdraws_leaves_the_memory_to_the_newer_one(directory: Path) -> None:
+    with target(directory, engine="a") as old, target(directory, engine="b") as new:
+        ask(old, old.claim()).write(b"left")
+        old.release_kv()
+        epoch = new.claim()
+        old.withdraw_kv()
+        memory = ask(new, epoch)
+        assert (memory.is_fresh, memory.read(4)) == (False, [b"left"] * 2)
+        old.withdraw_kv()
+        assert [row["phase"] for row in rows(directory)] == ["leased"]
 
 
 def test_a_set_without_memory_for_its_journal_is_given_back(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -28,6 +28,7 @@ from segue.gms.kv_fsm import (
     KVReleaseEvent,
     KVState,
     KVTickEvent,
+    KVWithdrawEvent,
     MakeKV,
     RefuseKV,
     kv_step,
@@ -37,7 +38,8 @@ from tests.gms.exploring import Violation, explore
 SMALL, LARGE = KVLeaseShape(2, 2), KVLeaseShape(4, 2)
 DEADLINE, LATE = 1.0, 9.0
 MAX_EPOCH = 2
-SESSIONS = (1, 2, 3, 4)  # process 10 + session; session 4 has no pidfd
+SESSIONS = (1, 2, 3, 4)  # 3 is a later one of the process of 1; session 4 has no pidfd
+PROCESSES: dict[int, int | None] = {1: 11, 2: 12, 3: 11, 4: None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,20 @@ def need(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
+def sessions_of(process: int) -> set[int]:
+    return {session for session, its in PROCESSES.items() if its == process}
+
+
+def until(session: int) -> set[int]:
+    """A session and the earlier ones of its process, which it speaks for."""
+    process = PROCESSES[session]
+    return {session} if process is None else {each for each in sessions_of(process) if each <= session}
+
+
 def ask(session: int, epoch: int, shape: KVLeaseShape, claimed: int | None = None) -> KVAskEvent:
     return KVAskEvent(
         session=session,
-        process=None if session == 4 else 10 + session,
+        process=PROCESSES[session],
         epoch=epoch,
         claimed=epoch if claimed is None else claimed,
         shape=shape,
@@ -70,9 +82,10 @@ def ask(session: int, epoch: int, shape: KVLeaseShape, claimed: int | None = Non
 
 
 def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
+    users = world.waiting | {session for session, _ in world.mapped}
     for session in SESSIONS:
         if session in world.living:
-            if session not in world.waiting:
+            if session not in world.waiting and not (session == 1 and 3 in users):  # 1 has ended then
                 for epoch in range(1, MAX_EPOCH + 1):
                     yield ask(session, epoch, SMALL), 0.0
                     if session == 2:
@@ -81,9 +94,11 @@ def events(world: World) -> Iterator[tuple[KVLeaseEvent, float]]:
                         yield ask(session, epoch, SMALL, claimed=MAX_EPOCH - epoch + 1), 0.0
             yield KVReleaseEvent(session=session), 0.0
             yield KVPreparedEvent(session=session), 0.0
+            for epoch in range(1, MAX_EPOCH + 1):
+                yield KVWithdrawEvent(session=session, process=PROCESSES[session], epoch=epoch), 0.0
             yield KVGoneEvent(session=session), 0.0
-            if session != 4:
-                yield KVEndedEvent(process=10 + session), 0.0
+            if (process := PROCESSES[session]) is not None:
+                yield KVEndedEvent(process=process), 0.0
     if world.lease.phase is KVPhase.MAKING:
         yield KVMadeEvent(is_made=True), 0.0
         yield KVMadeEvent(is_made=False), 0.0
@@ -103,11 +118,14 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
         case KVGoneEvent():
             waiting.discard(event.session)
         case KVEndedEvent():
-            living.discard(event.process - 10)
-            waiting.discard(event.process - 10)  # its connection's end follows
-            mapped = {(who, what) for who, what in mapped if who != event.process - 10}
+            living -= sessions_of(event.process)
+            waiting -= sessions_of(event.process)  # the end of its connections follows
+            mapped = {(who, what) for who, what in mapped if who in living}
         case KVReleaseEvent() if event.session == world.lease.holder:
-            mapped = {(who, what) for who, what in mapped if who != event.session}
+            mapped = {(who, what) for who, what in mapped if who not in until(event.session)}
+        case KVWithdrawEvent():
+            waiting -= until(event.session)
+            mapped = {(who, what) for who, what in mapped if who not in until(event.session)}
         case KVPreparedEvent() if event.session == world.lease.holder:
             assert world.lease.current is not None
             prepared.add(world.lease.current.number)
@@ -119,7 +137,7 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
             case GrantKV():
                 need(effect.number in sets, "a set that is not there is granted")
                 writers = {who for who, what in mapped if what == effect.number}
-                need(writers <= {effect.session}, "a set is granted that others write to")
+                need(writers <= until(effect.session), "a set is granted that others write to")
                 asked = event if isinstance(event, KVAskEvent) else world.lease.ask
                 assert asked is not None
                 need(asked.epoch >= granted, "an older engine is granted")
@@ -151,7 +169,8 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
                 need(effect.number in sets, "a set is freed twice")
                 sets.discard(effect.number)
             case KillWriter():
-                need(effect.process - 10 != getattr(event, "session", 0), "who asks is killed")
+                own = sessions_of(effect.process)
+                need(getattr(event, "session", 0) not in own, "who asks is killed")
             case MakeKV() | KVReleased():
                 pass
     kept = {each.number for each in (lease.current, lease.old) if each is not None}
@@ -166,8 +185,19 @@ def checked(world: World, event: KVLeaseEvent, now: float) -> World:
     need(waiting <= asked, "a session waits that nobody will answer")
     if lease.phase is KVPhase.QUARANTINED:
         writer = lease.current and lease.current.writer
-        need(writer is not None and writer - 10 in living, "a quarantine that nothing ends")
+        ends = writer is not None and bool(sessions_of(writer) & living)
+        need(ends, "a quarantine that nothing ends")
     need(lease.phase in (KVPhase.MAKING, KVPhase.QUARANTINED) or lease.ask is None, "an ask is not answered")
+    if isinstance(event, KVWithdrawEvent):
+        holder, held = world.lease.holder, world.lease.current
+        is_held = held is not None and (holder, held.number) in mapped
+        need(not is_held or lease.holder == holder, "what another session has is taken from it")
+        if event.epoch < world.lease.epoch:
+            is_freed = any(isinstance(effect, FreeKV) for effect in effects)
+            need(lease.ask is not None or not is_freed, "an older engine frees what a newer one may want")
+        else:
+            is_used = lease.current is not None and (lease.holder, lease.current.number) in mapped
+            need(is_used or lease.ask is not None or not sets, "memory is kept that nobody uses")
     if isinstance(event, KVTickEvent) and now == LATE:
         need(lease.phase is not KVPhase.QUARANTINED or lease.ask is None, "a session waits too long")
     return World(lease, *map(frozenset, (waiting, living, mapped, prepared & sets, sets)), granted)  # type: ignore[arg-type]
@@ -345,6 +375,44 @@ def memory_is_given_up_while_an_engine_waits_for_it(patch: Patch) -> None:
         self.set(ask=ask)
 
     patch.setattr(KVLease, "abandon", careless)
+
+
+@bug
+def an_ask_is_withdrawn_and_its_grant_is_not(patch: Patch) -> None:
+    withdraw = KVLease.withdraw
+
+    def half(self: KVLease, event: KVWithdrawEvent) -> None:
+        if self.state.ask is not None and self.state.ask.session == event.session:
+            withdraw(self, event)
+
+    patch.setattr(KVLease, "withdraw", half)
+
+
+@bug
+def an_older_engine_that_withdraws_frees_what_a_newer_one_wants(patch: Patch) -> None:
+    withdraw = KVLease.withdraw
+    patch.setattr(
+        KVLease, "withdraw", lambda self, event: withdraw(self, replace(event, epoch=self.state.epoch))
+    )
+
+
+@bug
+def what_a_process_got_in_a_later_session_counts_as_withdrawn(patch: Patch) -> None:
+    patch.setattr(
+        "segue.gms.kv_fsm.is_of",
+        lambda event, session, process: session == event.session or process == event.process is not None,
+    )
+
+
+@bug
+def what_a_new_set_was_to_replace_is_kept_after_a_withdrawal(patch: Patch) -> None:
+    abandon = KVLease.abandon
+
+    def partly(self: KVLease) -> None:
+        if self.state.phase is not KVPhase.MAKING:
+            abandon(self)
+
+    patch.setattr(KVLease, "abandon", partly)
 
 
 @bug

@@ -22,6 +22,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, SlabMemoryError
+from segue.gms import client as gms_client
 from segue.gms.transport import close
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.memory.arena import Arena, Layout, TensorSpec
@@ -36,7 +37,7 @@ from segue.model_runner.service_memory import ServiceMemory
 from segue.model_runner.service_start import kv_memory, make_service_memory
 from tests.gms import running as gms
 from tests.gms.kv_engine import kv_engines
-from tests.gms.serving import serving
+from tests.gms.serving import SlowVMM, serving
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -285,6 +286,34 @@ def test_without_the_service_the_kv_cache_is_the_engines_own(
             assert row_of(directory) is None
             assert successor.call("ask", successor.call("claim"), 5, 0, 0.0) is True
             assert bool((kv_of(memory) == 3).all())
+
+
+def test_a_slow_service_keeps_no_second_kv_cache_for_an_engine_that_has_taken_its_own(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_memory, "AWAY_S", 0.1)
+    monkeypatch.setattr(gms_client, "TAKEOVER_REPLY_S", 0.2)
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory:
+        first, second = make(directory, "a"), make(directory, "a")
+        first.wake(1, timeout_s=10.0)
+        first.close()
+        vmm.may_say.clear()  # from now on the service answers no ask for KV memory
+        second.wake(2, timeout_s=0.5)
+        assert not is_leased(second)
+        kv_of(second).fill_(3)
+        gms.until(lambda: row_of(directory) is None, "what the engine before has left is freed")
+        ended = num_events(directory, "session_ended")
+        vmm.may_say.set()  # now the ask is answered that was given up
+        gms.until(lambda: num_events(directory, "session_ended") > ended, "the session of that ask is over")
+        assert row_of(directory) is None and num_events(directory, "kv_granted") == 1
+        assert bool((kv_of(second) == 3).all())
+        second.close()
+
+
+def num_events(directory: Path, kind: str) -> int:
+    with gms.target(directory, tag="watch") as client:
+        return [event.kind for event in client.events()].count(kind)
 
 
 def epoch_of(directory: Path) -> int:

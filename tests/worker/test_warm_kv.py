@@ -201,9 +201,10 @@ def test_pages_that_led_to_logits_that_are_not_finite_are_forgotten_before_the_r
         pass
     client.end()
     assert message.finished[0].error == "NonFiniteLogitsError"
-    assert [
-        pages for sent, pages in client.sent if isinstance(sent, SchedulerOutput) and sent.finished
-    ] == [kept_before, set()]
+    assert [pages for sent, pages in client.sent if isinstance(sent, SchedulerOutput) and sent.finished] == [
+        kept_before,
+        set(),
+    ]
 
 
 def test_what_was_flushed_is_forgotten_before_the_answer(kept: Kept, start: Start) -> None:

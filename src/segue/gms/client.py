@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -269,7 +270,14 @@ class GmsClient:
     # KV memory.
 
     def ask_kv(
-        self, epoch: int, pool_bytes: int, *, slab_bytes: int, journal_bytes: int = 0, wait_s: float = 0.0
+        self,
+        epoch: int,
+        pool_bytes: int,
+        *,
+        slab_bytes: int,
+        journal_bytes: int = 0,
+        wait_s: float = 0.0,
+        limit_s: float = inf,
     ) -> KVGrant:
         """Return the KV memory of this rank, in slabs of `slab_bytes`, of which the last one has the rest.
 
@@ -279,6 +287,8 @@ class GmsClient:
             slab_bytes: of each slab but the last one.
             journal_bytes: of a journal in the host's memory, beside the pool; 0: none.
             wait_s: how long the end of the process that wrote before, and memory, are waited for.
+            limit_s: how long the answer is waited for at most. Without one the ask is withdrawn, so that the
+                service keeps nothing for this process, and fails with the code "late".
         """
         message = wire.AskKV(
             call=self._next(),
@@ -290,7 +300,7 @@ class GmsClient:
         )
         given: list[int] = []
         timeout_s = wait_s + TAKEOVER_REPLY_S + (pool_bytes + journal_bytes) / KV_BYTES_PER_S
-        parts = self._parts(message, wire.KVGranted, given, timeout_s)
+        parts = self._parts(message, wire.KVGranted, given, min(timeout_s, limit_s), self._withdraw)
         sizes = [size for part in parts for size in part.sizes]
         if len(given) != len(sizes) + bool(journal_bytes):
             close(given)
@@ -301,6 +311,27 @@ class GmsClient:
     def kv_prepared(self) -> None:
         """Say that the fresh KV memory of this session is prepared; else it is fresh for the next engine."""
         self._one(wire.KVPrepared(call=self._next()), wire.CallDone, reply_s=TAKEOVER_REPLY_S)
+
+    def withdraw_kv(self) -> None:
+        """Say that this process uses no KV memory of the service, which frees what it has for it."""
+        self._one(wire.WithdrawKV(call=self._next()), wire.CallDone, reply_s=TAKEOVER_REPLY_S)
+
+    def _withdraw(self) -> MemoryServiceError:
+        """Withdraw an ask for KV memory that has no answer in time; returns its error. Holds the lock.
+
+        A grant that is on its way comes before the answer to this call. It is not used: the service takes it
+        back. If there is no answer, the service reads the call later.
+        """
+        call, late = self._next(), list[int]()
+        try:
+            self._send(wire.WithdrawKV(call=call), ())
+            self._reply(call, wire.CallDone, late, TAKEOVER_REPLY_S)
+        finally:
+            close(late)
+        directory = self.target.directory
+        error = MemoryServiceError(f"the memory service in {directory} has not granted KV memory in time")
+        error.code = "late"
+        return error
 
     def release_kv(self) -> None:
         """Give the KV memory of this session back, which this process has unmapped."""
@@ -419,15 +450,24 @@ class GmsClient:
         return [size for part in parts for size in part.sizes], descriptors
 
     def _parts(
-        self, message: wire.Message, kind: type[PartKind], given: list[int], timeout_s: float
+        self,
+        message: wire.Message,
+        kind: type[PartKind],
+        given: list[int],
+        timeout_s: float,
+        give_up: Callable[[], MemoryServiceError] | None = None,
     ) -> list[PartKind]:
-        """Make a call whose reply may come in several parts; their descriptors are appended to `given`."""
+        """Make a call whose reply may come in several parts; their descriptors are appended to `given`.
+
+        `give_up` ends the call if it takes longer than `timeout_s`, and returns its error; None: the
+        connection is of no use any more.
+        """
         parts: list[PartKind] = []
         try:
             with self._lock:
                 self._send(message, ())
                 while not parts or parts[-1].more:
-                    parts.append(self._reply(message.call, kind, given, timeout_s))
+                    parts.append(self._reply(message.call, kind, given, timeout_s, give_up=give_up))
         except BaseException:
             close(given)
             raise
@@ -493,8 +533,9 @@ class GmsClient:
         descriptors: list[int],
         timeout_s: float,
         on_wait: Callable[[int], None] = lambda position: None,
+        give_up: Callable[[], MemoryServiceError] | None = None,
     ) -> ReplyKind:
-        """Receive until a call's reply comes; notices are kept."""
+        """Receive until a call's reply comes; notices are kept, and replies to earlier calls are dropped."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -506,10 +547,14 @@ class GmsClient:
                 reply = wire.decode_reply(frame)
             except ConnectionError as error:
                 raise self._last_words() or self._lost(error) from error
+            except TimeoutError as error:
+                raise (self._lost(error) if give_up is None else give_up()) from error
             except (OSError, GmsFrameError, msgspec.MsgspecError) as error:
                 raise self._lost(error) from error
             if isinstance(reply, kind) and reply.call == call:
                 return reply
+            if 0 < reply.call < call:
+                continue
             match reply:
                 case wire.GenerationChanged() | wire.EpochChanged() | wire.LeaseLost():
                     self._on_notice(reply)

@@ -32,6 +32,7 @@ from segue.gms.kv_fsm import (
     KVReleaseEvent,
     KVState,
     KVTickEvent,
+    KVWithdrawEvent,
     MakeKV,
     RefuseKV,
     kv_step,
@@ -89,7 +90,7 @@ class KVLeases:
                 text = f"{name} is {value}, and has to be a multiple of {granularity} on this device"
                 session.refuse(message.call, "slabs", f"{text}; round it up")
                 return
-        if session.port.is_closed:
+        if session.port.has_left():  # it may have asked in a later session, or have memory of its own by now
             return
         shape = KVLeaseShape(message.pool_bytes, message.slab_bytes, message.journal_bytes, hello.device)
         event = KVAskEvent(
@@ -102,6 +103,17 @@ class KVLeases:
         )
         self._calls.setdefault(session.number, message.call)
         self._step(_key(session), event, message.call)
+
+    def withdraw(self, session: GmsSession, call: int) -> None:
+        """Take back what a rank waits for, or was granted and does not use; it has memory of its own."""
+        key = _key(session)
+        self._calls.pop(session.number, None)
+        if key in self._states:
+            process = self._service.fence.process_of(session.number)
+            event = KVWithdrawEvent(session=session.number, process=process, epoch=session.epoch)
+            self._service.note_event("kv_withdrawn", f"{_name(key)}: {session.name} has memory of its own")
+            self._step(key, event)
+        session.port.send(wire.CallDone(call=call))
 
     def release(self, session: GmsSession, call: int) -> None:
         """Take memory back from its writer."""
@@ -294,9 +306,7 @@ class KVLeases:
         if session is not None:
             session.refuse(call or waiting, effect.code, text)
 
-    def _reason(
-        self, key: _Key, before: KVState, code: KVRefusalCode, event: KVLeaseEvent | None
-    ) -> str:
+    def _reason(self, key: _Key, before: KVState, code: KVRefusalCode, event: KVLeaseEvent | None) -> str:
         """Return the text of a refusal of an event, or of the ask that waits."""
         what, error = _name(key), self._errors.get(key, "")
         match code:

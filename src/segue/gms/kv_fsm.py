@@ -29,8 +29,8 @@ class KVPhase(Enum):
     SHAPED = auto()  # it is free, and has the shape that the cohort's engines use
 
 
-# stale_epoch: a newer engine has asked, or the asker has claimed a higher epoch. unclaimed: the asker's engine
-# has not claimed the epoch. fence: the predecessor's process has not ended, and the device has no memory for a
+# stale_epoch: a newer engine has asked, or the asker has claimed a higher epoch. unclaimed: the engine of the
+# asker has not claimed the epoch. fence: the process before has not ended, and the device has no memory for a
 # second set. memory: the device has too little. held: the holder lives, and has the same epoch.
 KVRefusalCode = Literal["stale_epoch", "unclaimed", "fence", "memory", "held"]
 
@@ -86,6 +86,18 @@ class KVPreparedEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVWithdrawEvent:
+    """A rank has no memory of the service, and wants none any more: it has, or takes, memory of its own.
+
+    It may have given up waiting for an answer that is on its way. Its process has nothing mapped.
+    """
+
+    session: int
+    process: int | None
+    epoch: int  # the highest that its engine has claimed; 0: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVEndedEvent:
     """The pidfd of a process has fired."""
 
@@ -115,6 +127,7 @@ KVLeaseEvent = (
     | KVGoneEvent
     | KVReleaseEvent
     | KVPreparedEvent
+    | KVWithdrawEvent
     | KVEndedEvent
     | KVEpochEvent
     | KVAbandonedEvent
@@ -178,6 +191,7 @@ class KVSet:
     number: int
     shape: KVLeaseShape
     writer: int | None = None  # the process that may write to it
+    session: int = 0  # to which it was granted last, as long as somebody may write to it
     is_quiet: bool = True  # nobody can write to it
     is_fresh: bool = True  # no holder has said that it has prepared it
 
@@ -224,6 +238,8 @@ class KVLease:
                 self.release(event.session)
             case KVPreparedEvent():
                 self.prepared(event.session)
+            case KVWithdrawEvent():
+                self.withdraw(event)
             case KVEndedEvent():
                 self.ended(event.process)
             case KVEpochEvent():
@@ -304,7 +320,7 @@ class KVLease:
         """Lease a set to the session that waits."""
         ask = self.state.ask
         assert ask is not None
-        memory = replace(memory, writer=ask.process, is_quiet=False)
+        memory = replace(memory, writer=ask.process, session=ask.session, is_quiet=False)
         self.set(phase=KVPhase.LEASED, current=memory, old=None, holder=ask.session, ask=None)
         self.set(granted=ask.epoch)
         self.effects.append(GrantKV(ask.session, memory.number, memory.is_fresh))
@@ -354,11 +370,28 @@ class KVLease:
 
     def release(self, session: int) -> None:
         """Take the memory back from a holder that says that it has unmapped it; others have none."""
-        current = self.state.current
-        if self.state.holder == session and current is not None:
-            current = replace(current, writer=None, is_quiet=True)
-            self.set(phase=KVPhase.SHAPED, holder=None, current=current)
+        if self.state.holder == session:
+            self.vacate()
         self.effects.append(KVReleased(session))
+
+    def vacate(self) -> None:
+        """Note that nobody can write to the present set, and give it to the session that waits."""
+        assert self.state.current is not None
+        self.set(phase=KVPhase.SHAPED, holder=None, current=quiet(self.state.current))
+        if self.state.ask is not None:
+            self.reuse()
+
+    def withdraw(self, event: KVWithdrawEvent) -> None:
+        """Take back what a rank has, or may yet be told that it has; free what the newest engine leaves."""
+        ask, current, old = self.state.ask, self.state.current, self.state.old
+        if ask is not None and is_of(event, ask.session, ask.process):
+            self.set(ask=None)
+        if old is not None and is_of(event, old.session, old.writer):
+            self.set(old=quiet(old))
+        if current is not None and is_of(event, current.session, current.writer):
+            self.vacate()
+        if event.epoch >= self.state.epoch:
+            self.abandon()
 
     def prepared(self, session: int) -> None:
         """Note that what the holder has is not fresh any more; any other session has nothing."""
@@ -372,21 +405,22 @@ class KVLease:
             self.set(ask=None)  # its pidfd fires only once: nothing would end its lease
         state = self.state
         if state.old is not None and state.old.writer == process:
-            self.set(old=replace(state.old, writer=None, is_quiet=True))
-        if state.current is None or state.current.writer != process:
-            return
-        current = replace(state.current, writer=None, is_quiet=True)
-        self.set(phase=KVPhase.SHAPED, holder=None, current=current)
-        if state.ask is not None:
-            self.reuse()
+            self.set(old=quiet(state.old))
+        if state.current is not None and state.current.writer == process:
+            self.vacate()
 
     def abandon(self) -> None:
         """Give up what nobody holds; a process that may still write keeps the memory by its mapping."""
         state = self.state
-        if state.phase in (KVPhase.QUARANTINED, KVPhase.SHAPED) and state.ask is None:
+        if state.ask is not None:
+            return
+        if state.phase in (KVPhase.QUARANTINED, KVPhase.SHAPED):
             assert state.current is not None
             self.effects.append(FreeKV(state.current.number))
             self.set(phase=KVPhase.EMPTY, current=None)
+        elif state.old is not None:  # `made` frees the new one
+            self.effects.append(FreeKV(state.old.number))
+            self.set(old=None)
 
     def raise_epoch(self, epoch: int) -> None:
         """Refuse a waiting session of a lower epoch."""
@@ -405,3 +439,16 @@ class KVLease:
     def set(self, **changes: object) -> None:
         """Change fields of the state."""
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+
+def quiet(memory: KVSet) -> KVSet:
+    """Return a set to which nobody can write any more."""
+    return replace(memory, writer=None, session=0, is_quiet=True)
+
+
+def is_of(event: KVWithdrawEvent, session: int, process: int | None) -> bool:
+    """Whether what a session of a process has asked for, or was granted, is withdrawn.
+
+    The process may have asked in an earlier session; what it has got in a later one is in use.
+    """
+    return session == event.session or (process == event.process is not None and session < event.session)

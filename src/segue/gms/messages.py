@@ -187,6 +187,14 @@ class KVPrepared(Message, frozen=True):
     """
 
 
+class WithdrawKV(Message, frozen=True):
+    """Says that this process uses no KV memory of the service: it has, or takes, memory of its own.
+
+    An ask of the session is over; what it was granted, and may not have received yet, is taken back. What the
+    cohort's newest engine does not use in this way is freed. The reply is :class:`CallDone`.
+    """
+
+
 class ReleaseKV(Message, frozen=True):
     """Gives the KV memory of this session back, which is unmapped. The reply is :class:`CallDone`."""
 
@@ -250,6 +258,7 @@ Request = (
     | OfferRank
     | AskKV
     | KVPrepared
+    | WithdrawKV
     | ReleaseKV
     | ClaimEpoch
     | FenceEngines

@@ -195,6 +195,8 @@ class MemoryService:
                 await self.kv.ask(session, message)
             case wire.KVPrepared():
                 self.kv.prepared(session, call)
+            case wire.WithdrawKV():
+                self.kv.withdraw(session, call)
             case wire.ReleaseKV():
                 self.kv.release(session, call)
             case wire.ClaimEpoch():

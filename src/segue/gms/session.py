@@ -18,9 +18,8 @@ class GmsPort(Protocol):
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one that the client does not take ends its session."""
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the client has gone."""
+    def has_left(self) -> bool:
+        """Whether the client has closed the connection, even if messages of it are still unread."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 
 import torch
 
@@ -18,6 +21,8 @@ from segue.memory.budget import gib
 from segue.memory.releasable import ReleasableMemory
 from segue.messages.life import HeldKV
 
+RETRY_S = 0.05  # between two tries to reach the service
+
 
 class ServiceKVMemory(ReleasableMemory):
     """The KV cache of an engine that stands by: its scratch page, and the whole of it once the engine wakes.
@@ -30,7 +35,44 @@ class ServiceKVMemory(ReleasableMemory):
         self.is_leased = False
         self.journal_bytes = 0  # of the journal that is kept with the memory; 0: none
 
-    def lease(self, client: GmsClient, epoch: int, wait_s: float) -> None:
+    def lease_in_time(
+        self,
+        session: Callable[[], GmsClient],
+        epoch: int,
+        *,
+        away_until: float,
+        fence_until: float,
+        limit: float,
+    ) -> None:
+        """Get the memory from the service, unless that is away, or takes too long: see `is_leased`.
+
+        Args:
+            session: returns the session with the service; another thread opens it again if it is lost.
+            epoch: that the engine has claimed in the service.
+            away_until: until when a service that is away is waited for (as all times, `time.monotonic`).
+            fence_until: until when the end of the process that wrote before is waited for.
+            limit: until when an answer of the service is waited for.
+
+        Raises:
+            MemoryServiceError: the service refuses.
+            SharedMemoryError: see :meth:`lease`.
+        """
+        while True:
+            now = time.monotonic()
+            try:
+                self.lease(session(), epoch, max(0.0, fence_until - now), max(0.0, limit - now))
+                return
+            except MemoryServiceError as error:
+                is_over = time.monotonic() >= min(away_until, limit)
+                if error.code in ("lost", "late"):
+                    if is_over:
+                        logger.warning("the KV cache is memory of this process: %s", error.message)
+                        return
+                elif error.code != "unclaimed" or is_over:  # the first rank may still have to tell the epoch
+                    raise
+            time.sleep(RETRY_S)
+
+    def lease(self, client: GmsClient, epoch: int, wait_s: float, limit_s: float = inf) -> None:
         """Map what the service grants to this rank, in place of the scratch page.
 
         Fresh memory is zeroed, because that of a device may have bytes of any process, and the service is
@@ -42,10 +84,11 @@ class ServiceKVMemory(ReleasableMemory):
             client: a session with the service.
             epoch: that the engine has claimed in the service.
             wait_s: how long the end of the process that wrote before, and memory, are waited for.
+            limit_s: how long the service may take for its answer.
 
         Raises:
-            MemoryServiceError: the service refuses, or the connection has ended (code "lost").
-            SharedMemoryError: the memory cannot be mapped, and is given back; the scratch page is away too then.
+            MemoryServiceError: the service refuses, or has not answered (codes "late" and "lost").
+            SharedMemoryError: the memory cannot be mapped, and is given back; the scratch page is away then.
         """
         held = self._ranges["kv_cache"]
         if self.device.type == "cuda":
@@ -56,6 +99,7 @@ class ServiceKVMemory(ReleasableMemory):
             slab_bytes=SLAB_BYTES,
             journal_bytes=self.journal_bytes,
             wait_s=wait_s,
+            limit_s=limit_s,
         )
         try:
             held.window.clear()
