@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from segue.gms.client import GmsClient, GmsTarget, KVGrant
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
+from segue.gms.client_kv import KVGrant
 from tests.gms.running import DEADLINE_S, SLAB
 from tests.support.child import start_child
 

@@ -22,7 +22,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, SlabMemoryError
-from segue.gms import client as gms_client
+from segue.gms import client_kv
 from segue.gms.transport import close
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.memory.arena import Arena, Layout, TensorSpec
@@ -292,7 +292,7 @@ def test_a_slow_service_keeps_no_second_kv_cache_for_an_engine_that_has_taken_it
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_memory, "AWAY_S", 0.1)
-    monkeypatch.setattr(gms_client, "TAKEOVER_REPLY_S", 0.2)
+    monkeypatch.setattr(client_kv, "TAKEOVER_REPLY_S", 0.2)
     vmm = SlowVMM()
     with serving(tmp_path / "d", {"cpu": vmm}) as directory:
         first, second = make(directory, "a"), make(directory, "a")

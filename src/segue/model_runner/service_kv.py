@@ -12,7 +12,8 @@ from math import inf
 import torch
 
 from segue.errors import MemoryServiceError, SegueError
-from segue.gms.client import GmsClient, KVGrant
+from segue.gms.client import GmsClient
+from segue.gms.client_kv import KVGrant
 from segue.gms.transport import close
 from segue.kvcache.journal import renew_name
 from segue.logs import logger

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from segue.distributed.groups import TPGroups
 from segue.errors import MemoryServiceError, WeightsMismatchError
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import WeightsIdentity, WeightsManifest, difference
 from segue.gms.messages import MAX_JOURNAL, WeightsGranted
