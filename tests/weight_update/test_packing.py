@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from safetensors.torch import save
 
 from segue.layers import blocks
 from segue.layers.blocks import Linear
-from segue.messages.weight_update import Commit, Discard, Load, Take
+from segue.messages.weight_update import AdoptGeneration, Commit, Discard, FetchGeneration, Load, Take
 from segue.weight_update import packing
+from tests.checkpoint import tiny
 from tests.weight_update.test_rank import QKV, assert_same, checkpoint
 from tests.weight_update.updating import Rank, rank_of
 
@@ -111,6 +113,30 @@ def test_what_is_staged_again_is_packed_again(rank: Rank, tmp_path: Path, monkey
     assert torch.equal(layer.weight[: len(values)], values)
     x = torch.randn(3, values.shape[1]).to(torch.bfloat16)
     assert torch.equal(layer(x), blocks.pack(layer.weight)(x, layer.bias))
+
+
+def test_an_engine_that_follows_packs_before_it_adopts(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    arena, served = tiny.load(new, dtype=torch.bfloat16)[1], rank.served.arena
+
+    def adopt() -> None:
+        for mine, theirs in zip(served.slabs, arena.slabs, strict=True):
+            mine.copy_(theirs)
+
+    fetched = SimpleNamespace(
+        arena=arena, parameters=set(arena.layout.table), adopt=adopt, release=lambda: None
+    )
+    shared: Any = SimpleNamespace(fetch=lambda number: fetched, number=2, name="2")
+    monkeypatch.setattr(rank.served.memory, "generations", shared)
+    threads = noted(monkeypatch)
+    rank.do(FetchGeneration, generation=2)
+    assert len(threads) == num_layers(rank)
+    threads.clear()
+    assert rank.do(AdoptGeneration)["generation"] == (2, "2")
+    assert not threads
+    assert_same(rank, new)
 
 
 def test_a_discarded_session_leaves_the_served_copies(rank: Rank, tmp_path: Path) -> None:
