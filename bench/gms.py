@@ -31,7 +31,8 @@ import httpx
 from bench import cpu_vs_transformers, launch, report, workload
 from bench.before_after import ORDER, Figures, compared
 from segue.checkpoint.source import resolve
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from tests.e2e.slabs import slabs_of
 
 COPIES = 1.02  # that the slabs of all engines may take in sum

@@ -43,7 +43,8 @@ from bench.report import circumstances
 from segue.checkpoint.source import resolve
 from segue.cluster.pod_process import PodProcess, TakeoverTimes
 from segue.config import EngineConfig
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.http_client import open_url
 from segue.trainer import Progress, WeightSender, WeightSendError
 from segue.trainer.model import load_model

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from segue.gms.client import GmsClient, GmsTarget, KVGrant
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
+from segue.gms.client_kv import KVGrant
 from tests.gms.running import DEADLINE_S, SLAB
 from tests.support.child import start_child
 
@@ -90,17 +92,20 @@ def main() -> None:
     client = GmsClient(GmsTarget(**json.loads(sys.argv[1])))
     print(json.dumps("connected"), flush=True)
     memory: Mapped | None = None
+    epoch = 0
     for line in sys.stdin:
         found: Any = None
         match json.loads(line):
             case ["claim"]:
-                found = client.claim()
-            case ["ask", epoch, num_slabs, journal_bytes, wait_s]:
+                found = epoch = client.claim()
+            case [("ask" | "take") as word, given, num_slabs, journal_bytes, wait_s]:
                 grant = client.ask_kv(
-                    epoch, num_slabs * SLAB, slab_bytes=SLAB, journal_bytes=journal_bytes, wait_s=wait_s
+                    given, num_slabs * SLAB, slab_bytes=SLAB, journal_bytes=journal_bytes, wait_s=wait_s
                 )
                 memory = Mapped(grant)
                 found = memory.is_fresh
+                if word == "ask":
+                    client.kv_prepared()
             case ["write", text]:
                 assert memory is not None
                 memory.write(text.encode())
@@ -111,7 +116,7 @@ def main() -> None:
                 client.close()
             case ["again"]:
                 client.close()
-                client = GmsClient(GmsTarget(**json.loads(sys.argv[1])))
+                client = GmsClient(GmsTarget(**json.loads(sys.argv[1]), epoch=epoch))
             case ["release"]:
                 memory = None
                 client.release_kv()

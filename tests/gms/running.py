@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from segue.errors import MemoryServiceError
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity, WeightsManifest
 from segue.gms.supervisor import GMS_COMMAND
 from tests.support.child import start_child

@@ -14,7 +14,26 @@ from segue.gms.service import MemoryService
 from segue.gms.store import SlabStore
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
-from tests.gms.running import DEADLINE_S
+from tests.gms.running import DEADLINE_S, SLAB
+
+
+class SlowVMM(MemfdVMM):
+    """Makes slabs, and says how large they may be, only while it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_create, self.may_say = threading.Event(), threading.Event()
+        self.may_create.set()
+        self.may_say.set()
+
+    def create(self, size: int) -> int:
+        assert self.may_create.wait(DEADLINE_S)
+        return super().create(size)
+
+    @property
+    def granularity(self) -> int:
+        assert self.may_say.wait(DEADLINE_S)
+        return SLAB
 
 
 @contextmanager

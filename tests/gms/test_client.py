@@ -308,6 +308,6 @@ def test_who_waits_too_long_is_refused(directory: Path) -> None:
 
 def test_a_service_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(MemoryServiceError, match="segue gms serve --gms-dir"):
-        from segue.gms.client import GmsTarget
+        from segue.gms.client_connection import GmsTarget
 
         GmsClient(GmsTarget(directory=str(tmp_path), connect_s=0))

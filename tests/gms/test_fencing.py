@@ -20,7 +20,8 @@ from tests.support.child import start_child
 
 ENGINE = """
 import sys, time
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 client = GmsClient(GmsTarget(directory=sys.argv[1], engine=sys.argv[2], connect_s=30.0))
 if sys.argv[3] == "serves":
     client.claim()

@@ -13,12 +13,13 @@ import pytest
 
 from segue.cli.gms import status_tables
 from segue.errors import SharedMemoryError, SlabMemoryError
+from segue.gms import messages as wire
 from segue.gms.client import GmsClient
 from segue.gms.fencing import ProcessFence
 from segue.memory.memfd import MemfdVMM
 from tests.gms.kv_engine import Mapped, kv_engines
 from tests.gms.running import DEADLINE_S, SLAB, end, refusal, running, start, target, until
-from tests.gms.serving import serving
+from tests.gms.serving import SlowVMM, serving
 
 Patch = pytest.MonkeyPatch
 
@@ -42,7 +43,9 @@ def kinds(directory: Path) -> list[str]:
 
 def ask(client: GmsClient, epoch: int, **options: Any) -> Mapped:
     given = {"pool_bytes": 2 * SLAB, "slab_bytes": SLAB} | options
-    return Mapped(client.ask_kv(epoch, **given))
+    memory = Mapped(client.ask_kv(epoch, **given))
+    client.kv_prepared()
+    return memory
 
 
 def test_a_set_of_many_slabs_comes_with_a_journal(directory: Path) -> None:
@@ -175,6 +178,54 @@ def test_memory_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         assert kinds(directory).count("out_of_memory") == 2
 
 
+def test_an_engine_that_gives_up_waiting_is_left_nothing(tmp_path: Path) -> None:
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory, target(directory) as client:
+        epoch = client.claim()
+        vmm.may_create.clear()
+        assert refusal(lambda: ask(client, epoch, limit_s=0.1)).code == "late"
+        assert [(row["phase"], row["waits"]) for row in rows(directory)] == [("making", None)]
+        vmm.may_create.set()
+        until(lambda: rows(directory) == [], "what is made too late is freed")
+        assert client.status()["devices"] == {"cpu": 0}
+        assert ask(client, epoch).is_fresh, "the session goes on"
+        assert "kv_withdrawn" in kinds(directory)
+
+
+def test_a_grant_that_comes_too_late_is_taken_back(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The service carries the ask out once the engine has given it up, and grants what is there."""
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory, target(directory) as client:
+        epoch = client.claim()
+        ask(client, epoch)
+        client.release_kv()
+        epoch = client.claim()
+        send, granted = client._send, kinds(directory).count("kv_granted")
+
+        def let(message: Any, descriptors: Any) -> None:
+            send(message, descriptors)
+            if isinstance(message, wire.WithdrawKV):
+                vmm.may_say.set()
+
+        monkeypatch.setattr(client, "_send", let)
+        vmm.may_say.clear()
+        assert refusal(lambda: ask(client, epoch, limit_s=0.1)).code == "late"
+        assert kinds(directory).count("kv_granted") == granted + 1, "too late"
+        assert rows(directory) == [] and client.status()["devices"] == {"cpu": 0}
+
+
+def test_an_older_engine_that_withdraws_leaves_the_memory_to_the_newer_one(directory: Path) -> None:
+    with target(directory, engine="a") as old, target(directory, engine="b") as new:
+        ask(old, old.claim()).write(b"left")
+        old.release_kv()
+        epoch = new.claim()
+        old.withdraw_kv()
+        memory = ask(new, epoch)
+        assert (memory.is_fresh, memory.read(4)) == (False, [b"left"] * 2)
+        old.withdraw_kv()
+        assert [row["phase"] for row in rows(directory)] == ["leased"]
+
+
 def test_a_set_without_memory_for_its_journal_is_given_back(tmp_path: Path, monkeypatch: Patch) -> None:
     with serving(tmp_path / "d", {"cpu": ScarceVMM(4)}) as directory, target(directory) as client:
         epoch = client.claim()
@@ -207,7 +258,22 @@ def test_an_older_engine_gets_nothing(directory: Path) -> None:
         assert ask(new, second).is_fresh
         refused = refusal(lambda: ask(new, second))
         assert refused.code == "held" and "default/b rank 0" in refused.message
-        assert refusal(lambda: ask(old, second)).code == "held"
+
+
+def test_an_epoch_that_its_engine_has_not_claimed_is_refused_by_name(directory: Path) -> None:
+    with target(directory, engine="a", size=2) as first, target(directory, engine="b") as other:
+        epoch = first.claim()
+        refused = refusal(lambda: ask(other, epoch))
+        assert refused.code == "unclaimed" and f"epoch {epoch} is not one" in refused.message
+        assert "it has claimed none" in refused.message
+        refused = refusal(lambda: ask(first, epoch + 1))
+        assert refused.code == "unclaimed" and f"its highest is {epoch}" in refused.message
+        assert rows(directory) == [], "a refused ask leaves nothing"
+        with target(directory, engine="a", rank=1, size=2) as second:
+            assert ask(second, epoch).is_fresh, "rank 0 has claimed it for all ranks, also for later sessions"
+        with target(directory, engine="c", epoch=epoch + 5) as third:
+            assert refusal(lambda: ask(third, epoch)).code == "stale_epoch", "it has told a higher one"
+            assert ask(third, epoch + 5).is_fresh
 
 
 def test_who_waits_is_refused_once_a_newer_engine_claims(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -232,13 +298,23 @@ def test_who_waits_is_refused_once_a_newer_engine_claims(tmp_path: Path, monkeyp
         assert found[0].code == "stale_epoch"
 
 
+def test_memory_is_fresh_until_an_engine_has_prepared_it(directory: Path) -> None:
+    with kv_engines(directory, "a", "b", "c") as engines:
+        for engine, word, is_fresh in zip(engines, ("take", "ask", "ask"), (True, True, False), strict=True):
+            assert engine.call(word, engine.call("claim"), 1, 0, DEADLINE_S) is is_fresh
+            engine.call("write", "left")
+            engine.kill()
+
+
 def test_a_process_that_lost_its_session_gets_its_own_memory_again(directory: Path) -> None:
     with kv_engines(directory, "a") as (engine,), target(directory, engine="b"):
         epoch = engine.call("claim")
-        assert engine.call("ask", epoch, 1, 0, 0.0) is True
-        engine.call("write", "mine")
+        assert engine.call("take", epoch, 1, 0, 0.0) is True
         engine.call("again")
         assert engine.call("ask", epoch, 1, 0, 0.0) is True, "it may never have got the first answer"
+        engine.call("write", "mine")
+        engine.call("again")
+        assert engine.call("ask", epoch, 1, 0, 0.0) is False
         assert engine.call("read", 4) == ["mine"]
         engine.kill()
         until(lambda: rows(directory)[0]["phase"] == "shaped", "the end of its process is still seen")

@@ -143,6 +143,7 @@ def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:
 
 
 def target_at_once(directory: Path) -> None:
-    from segue.gms.client import GmsClient, GmsTarget
+    from segue.gms.client import GmsClient
+    from segue.gms.client_connection import GmsTarget
 
     GmsClient(GmsTarget(directory=str(directory), tag="watch", connect_s=0)).close()

@@ -116,6 +116,27 @@ def test_the_same_bucket_replayed_twice_gives_the_same_bits(make, grid):
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("grid", [{}, GRID], ids=["ragged", "grid"])
+def test_the_replay_of_each_graph_at_start_changes_no_output(make, monkeypatch, grid):
+    replay, replays, outputs = torch.cuda.CUDAGraph.replay, [], []
+    for replays_at_start in (True, False):
+
+        def noted(graph, replays_at_start=replays_at_start):
+            replays.append(graph)
+            if replays_at_start:
+                replay(graph)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", noted)
+        runner = make(dtype="bfloat16", **grid)
+        monkeypatch.undo()
+        assert len(replays) == len(set(replays)) == executor_of(runner).num_graphs
+        replays.clear()
+        pages = runner.kv.data.view(len(runner.kv.data), -1).any(dim=1).nonzero().flatten().tolist()
+        assert set(pages) <= {runner.kv.scratch_page}
+        outputs.append([drive(runner, temperature=temperature) for temperature in (0.0, 0.8)])
+    assert outputs[0] == outputs[1]
+
+
 def test_padding_of_an_earlier_step_changes_nothing(make):
     # Fillers are rewritten in every step, and the results of padding go to the dummy slot.
     outputs, _ = drive(make(dtype="float32", **GRID))

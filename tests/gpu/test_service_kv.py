@@ -19,7 +19,8 @@ POOL = (3 << 29) + (1 << 20)  # a slab of 1 GiB, and one with the rest
 # Says the least and the greatest byte of what it is granted, and then writes without end.
 ENGINE = """
 import sys, time, torch
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.memory.cuda_driver import device_uuids
 from segue.model_runner.service_kv import ServiceKVMemory
 directory, name, pool, value = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -101,7 +101,8 @@ def cuda_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     silent = SimpleNamespace(
-        capture_begin=lambda **options: None, capture_end=lambda: None, synchronize=lambda: None
+        capture_begin=lambda **options: None,
+        **{name: lambda: None for name in ("capture_end", "replay", "synchronize")},
     )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: silent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)

@@ -16,7 +16,7 @@ from segue.checkpoint.source import resolve
 from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups
 from segue.distributed.info import TPInfo
-from segue.gms.client import GmsTarget
+from segue.gms.client_connection import GmsTarget
 from segue.memory.arena import Layout
 from segue.messages.weight_update import (
     AdoptGeneration,

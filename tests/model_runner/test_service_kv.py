@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, SlabMemoryError
+from segue.gms import client_kv
 from segue.gms.transport import close
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.memory.arena import Arena, Layout, TensorSpec
@@ -28,13 +31,13 @@ from segue.memory.memfd import MemfdVMM
 from segue.memory.rank_memory import PrivateMemory, SharedKVMemory
 from segue.memory.releasable import ReleasableMemory
 from segue.memory.vmm import Slab
-from segue.model_runner import service_memory
+from segue.model_runner import service_kv, service_memory
 from segue.model_runner.service_kv import ServiceKVMemory
 from segue.model_runner.service_memory import ServiceMemory
 from segue.model_runner.service_start import kv_memory, make_service_memory
 from tests.gms import running as gms
 from tests.gms.kv_engine import kv_engines
-from tests.gms.serving import serving
+from tests.gms.serving import SlowVMM, serving
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -149,6 +152,17 @@ def test_memory_without_a_journal_is_not_that_of_an_engine_with_one(directory: P
         memory.close()
 
 
+def test_a_journal_that_is_too_large_is_left_out_and_the_wake_goes_on(
+    directory: Path, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = make(directory, "a", warm_kv=True)
+    memory.pin_kv(replace(GEOMETRY, num_pages=1 << 24))
+    assert "would have 1.75 GiB, and the memory service keeps 1.00 GiB at most" in caplog.text
+    memory.wake(1, timeout_s=10.0)
+    assert is_leased(memory) and memory.held_kv is not None and memory.held_kv.is_fresh
+    assert memory.kv_journal is not None and memory.kv_journal.nbytes < journal_bytes(1 << 24, 16)
+
+
 def test_all_ranks_ask_with_the_epoch_that_rank_0_has_claimed(
     directory: Path, make: Make, tmp_path: Path
 ) -> None:
@@ -186,11 +200,45 @@ def test_the_end_of_the_process_before_is_waited_for(directory: Path, make: Make
 
 def test_a_refusal_ends_the_wake(directory: Path, make: Make) -> None:
     memory = make(directory, "a")
+    claim = memory._claim
     with kv_engines(directory, "b") as (newer,):
-        newer.call("ask", 9, 5, 0, 0.0)  # with a higher epoch than any that was claimed
-        with pytest.raises(MemoryServiceError, match="epoch 9; this one must end") as caught:
+        # Another engine claims just before this one asks.
+        memory._claim = lambda until: min(claim(until), newer.call("claim"))  # type: ignore[method-assign]
+        with pytest.raises(MemoryServiceError, match="epoch 2; this one must end") as caught:
             memory.wake(1, timeout_s=5.0)
     assert caught.value.code == "stale_epoch"
+
+
+def num_memfds() -> int:
+    """How many memfds this process has, the service's included."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+    return found
+
+
+@pytest.mark.parametrize("part", ["window.clear", "renew_name", "vmm.map"])
+def test_a_lease_that_fails_leaves_nothing_behind(
+    directory: Path, make: Make, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    memory = make(directory, "a", warm_kv=True)
+    memory.pin_kv(GEOMETRY)
+    kv = memory._leasable
+    assert kv is not None
+    window, before = kv._ranges["kv_cache"].window, num_memfds()
+
+    def fails(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("as if the system refused it")
+
+    places = {"window.clear": (window, "clear"), "renew_name": (service_kv, "renew_name")}
+    monkeypatch.setattr(*places.get(part, (kv._vmm, "map")), fails)
+    with pytest.raises(OSError, match="as if"):
+        memory.wake(1, timeout_s=10.0)
+    assert num_memfds() == before + 2, "the service's own slab and journal"
+    assert window.mapped_bytes == 0 and (kv.kv_journal, kv.held_kv, kv.is_leased) == (None, None, False)
+    assert (row_of(directory) or {})["phase"] == "shaped", "the service has it back"
 
 
 def test_a_service_that_comes_back_in_time_gives_the_memory(tmp_path: Path, make: Make) -> None:
@@ -238,6 +286,34 @@ def test_without_the_service_the_kv_cache_is_the_engines_own(
             assert row_of(directory) is None
             assert successor.call("ask", successor.call("claim"), 5, 0, 0.0) is True
             assert bool((kv_of(memory) == 3).all())
+
+
+def test_a_slow_service_keeps_no_second_kv_cache_for_an_engine_that_has_taken_its_own(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_memory, "AWAY_S", 0.1)
+    monkeypatch.setattr(client_kv, "TAKEOVER_REPLY_S", 0.2)
+    vmm = SlowVMM()
+    with serving(tmp_path / "d", {"cpu": vmm}) as directory:
+        first, second = make(directory, "a"), make(directory, "a")
+        first.wake(1, timeout_s=10.0)
+        first.close()
+        vmm.may_say.clear()  # from now on the service answers no ask for KV memory
+        second.wake(2, timeout_s=0.5)
+        assert not is_leased(second)
+        kv_of(second).fill_(3)
+        gms.until(lambda: row_of(directory) is None, "what the engine before has left is freed")
+        ended = num_events(directory, "session_ended")
+        vmm.may_say.set()  # now the ask is answered that was given up
+        gms.until(lambda: num_events(directory, "session_ended") > ended, "the session of that ask is over")
+        assert row_of(directory) is None and num_events(directory, "kv_granted") == 1
+        assert bool((kv_of(second) == 3).all())
+        second.close()
+
+
+def num_events(directory: Path, kind: str) -> int:
+    with gms.target(directory, tag="watch") as client:
+        return [event.kind for event in client.events()].count(kind)
 
 
 def epoch_of(directory: Path) -> int:

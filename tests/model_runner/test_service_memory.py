@@ -17,7 +17,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.errors import MemoryServiceError, ModelFileError, WeightsMismatchError
-from segue.gms.client import GmsTarget
+from segue.gms.client_connection import GmsTarget
 from segue.memory.arena import Arena, Layout, TensorSpec
 from segue.memory.geometry import KVGeometry
 from segue.memory.rank_memory import SharedKVMemory

@@ -385,7 +385,7 @@ def test_too_little_memory_is_reported_in_bytes(rank: Rank, monkeypatch: pytest.
 
 
 def test_a_failed_commit_reports_whether_it_has_written(tmp_path: Path) -> None:
-    def rebuild(changed: Any) -> None:
+    def rebuild(changed: Any, packed: Any) -> None:
         raise RuntimeError("no memory")
 
     old, _ = checkpoint("llama", tmp_path / "old", 0)
@@ -408,7 +408,7 @@ def test_a_failed_commit_holds_up_no_other_session_once_it_is_answered(
         seen.append((bool(errors), rank.updater._sessions[1]._freed.is_set()))
         send(self, call, errors, fields)
 
-    with rank_of(old, rebuild=lambda changed: 1 / 0) as rank:
+    with rank_of(old, rebuild=lambda changed, packed: 1 / 0) as rank:
         payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
         rank.do(Take, session=1, payload=payload, copy=True)
         monkeypatch.setattr(Replies, "send", observed)

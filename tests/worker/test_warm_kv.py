@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,13 +11,13 @@ import pytest
 
 from segue.distributed.info import TPInfo
 from segue.kvcache.journal import PageJournal, journal_bytes, name_of
-from segue.messages.control import Flush, Flushed, SchedulerOutput
+from segue.messages.control import Flush, Flushed, SchedulerMessage, SchedulerOutput
 from segue.messages.life import HeldKV, RankAnswer, WakeRanks
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
-from segue.messages.steps import RankMessage, StepPlan
+from segue.messages.steps import NON_FINITE, RankMessage, StepPlan
 from segue.scheduler.invariants import find_problems
-from segue.worker.warm_kv import WarmKV
-from tests.scheduler.simulation import VOCAB, expected_output
+from segue.worker.warm_kv import WarmKV, make_warm_kv
+from tests.scheduler.simulation import VOCAB, Simulation, expected_output
 from tests.worker.test_loop import DEADLINE_MS, Client, Done
 
 NUM_PAGES, PAGE_SIZE = 26, 4
@@ -53,7 +54,9 @@ class WarmClient(Client):
         self.loop.scheduler.vocab_size = VOCAB
         self.loop.warm = WarmKV(self.loop.scheduler, name_of("facts"), lambda: "w", kept.open, num_ranks=2)
         self.writes: list[set[int]] = []  # per step, the pages that it writes to
-        forward = self.runner.forward_batch
+        self.sent: list[tuple[SchedulerMessage, set[int]]] = []  # and the pages that are published by then
+        self.is_finite = True
+        forward, send = self.runner.forward_batch, self.loop._send
 
         def forward_batch(plan: StepPlan) -> Done:
             self.runner.device.unapplied.clear()  # nobody tells this device of results
@@ -66,9 +69,16 @@ class WarmClient(Client):
             pages = {self.runner.device.tables[slot][at // PAGE_SIZE] for slot, at in touched}
             assert not pages & kept.published(), "a step writes to pages that are published"
             self.writes.append(pages)
-            return done
+            if self.is_finite:
+                return done
+            return Done(msgspec.structs.replace(done.value, tokens=[NON_FINITE] * len(done.value.tokens)))
+
+        def note(message: SchedulerMessage) -> None:
+            self.sent.append((message, kept.published()))
+            send(message)
 
         self.runner.forward_batch = forward_batch  # type: ignore[method-assign]
+        self.loop._send = note  # type: ignore[method-assign]
 
     def wake(self) -> None:
         self.send(WakeRanks(5, 0.0, 1))
@@ -168,6 +178,35 @@ def test_a_page_is_forgotten_before_a_step_writes_to_it(kept: Kept, start: Start
     assert len(client.writes) > 8 and kept.published()
 
 
+def test_the_journal_has_the_pages_of_a_step_before_its_output_is_sent(kept: Kept, start: Start) -> None:
+    client = start()
+    client.wake()
+    client.generate("a", PROMPT)
+    client.end()
+    outputs = [(message, pages) for message, pages in client.sent if isinstance(message, SchedulerOutput)]
+    assert [len(pages) for message, pages in outputs if message.tokens] == [10] * 3
+
+
+def test_pages_that_led_to_logits_that_are_not_finite_are_forgotten_before_the_reply(
+    kept: Kept, start: Start
+) -> None:
+    """If the engine dies behind that reply, no other one goes on with them."""
+    client = start()
+    client.wake()
+    client.generate("a", PROMPT)
+    assert len(kept_before := kept.published()) == 10
+    client.is_finite = False
+    client.send(AddRequest(rid="b", prompt=pack_ids(PROMPT), params=PARAMS))
+    while not (isinstance(message := client.receive(), SchedulerOutput) and message.finished):
+        pass
+    client.end()
+    assert message.finished[0].error == "NonFiniteLogitsError"
+    assert [pages for sent, pages in client.sent if isinstance(sent, SchedulerOutput) and sent.finished] == [
+        kept_before,
+        set(),
+    ]
+
+
 def test_what_was_flushed_is_forgotten_before_the_answer(kept: Kept, start: Start) -> None:
     client = start()
     client.wake()
@@ -202,6 +241,26 @@ def test_without_memory_of_the_service_the_cache_begins_empty(
     client.generate("a", PROMPT)
     client.end()
     assert client.loop.scheduler.totals.warm_refused == "private" and not any(kept.journal)
+
+
+def test_without_room_for_a_journal_the_cache_begins_empty() -> None:
+    scheduler = Simulation(num_pages=NUM_PAGES, warm_kv=True).scheduler
+    name = memoryview(bytearray(16))  # which every rank's memory has
+    runner: Any = SimpleNamespace(
+        memory=SimpleNamespace(generations=SimpleNamespace(name="w"), kv_journal=name),
+        source=SimpleNamespace(config="c"),
+        device=SimpleNamespace(type="cpu"),
+        **{"dtype": "float32", "kv_bytes": 1, "attention_backend": "b"},
+    )
+    warm = make_warm_kv(scheduler, runner)
+    warm.await_ranks(1)
+    warm.on_answer(RankAnswer(1, 0, "", HeldKV("a", "b", False, 2)))
+    assert scheduler.totals.warm_refused == "size"
+    publisher = scheduler.resources.publisher
+    assert publisher is not None
+    publisher.forget_all()
+    warm.write()
+    assert not publisher.take(), "nothing is kept for a journal that never comes"
 
 
 def test_a_rank_that_cannot_wake_leaves_everything_as_it_is(kept: Kept, start: Start) -> None:

@@ -139,7 +139,8 @@ def events(
 
 def _watch(config: GmsConfig) -> Any:
     """Return a client that only looks."""
-    from segue.gms.client import GmsClient, GmsTarget
+    from segue.gms.client import GmsClient
+    from segue.gms.client_connection import GmsTarget
 
     return GmsClient(
         GmsTarget(

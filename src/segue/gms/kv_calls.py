@@ -26,11 +26,13 @@ from segue.gms.kv_fsm import (
     KVLeaseShape,
     KVMadeEvent,
     KVPhase,
+    KVPreparedEvent,
     KVRefusalCode,
     KVReleased,
     KVReleaseEvent,
     KVState,
     KVTickEvent,
+    KVWithdrawEvent,
     MakeKV,
     RefuseKV,
     kv_step,
@@ -88,22 +90,40 @@ class KVLeases:
                 text = f"{name} is {value}, and has to be a multiple of {granularity} on this device"
                 session.refuse(message.call, "slabs", f"{text}; round it up")
                 return
-        if session.port.is_closed:
+        if session.port.has_left():  # it may have asked in a later session, or have memory of its own by now
             return
         shape = KVLeaseShape(message.pool_bytes, message.slab_bytes, message.journal_bytes, hello.device)
         event = KVAskEvent(
             session=session.number,
             process=self._service.fence.process_of(session.number),
             epoch=message.epoch,
+            claimed=session.epoch,
             shape=shape,
             deadline=time.monotonic() + message.wait_s,
         )
         self._calls.setdefault(session.number, message.call)
         self._step(_key(session), event, message.call)
 
+    def withdraw(self, session: GmsSession, call: int) -> None:
+        """Take back what a rank waits for, or was granted and does not use; it has memory of its own."""
+        key = _key(session)
+        self._calls.pop(session.number, None)
+        if key in self._states:
+            process = self._service.fence.process_of(session.number)
+            event = KVWithdrawEvent(session=session.number, process=process, epoch=session.epoch)
+            self._service.note_event("kv_withdrawn", f"{_name(key)}: {session.name} has memory of its own")
+            self._step(key, event)
+        session.port.send(wire.CallDone(call=call))
+
     def release(self, session: GmsSession, call: int) -> None:
         """Take memory back from its writer."""
         self._step(_key(session), KVReleaseEvent(session=session.number), call)
+
+    def prepared(self, session: GmsSession, call: int) -> None:
+        """Note that a rank has prepared its memory, which was fresh."""
+        if _key(session) in self._states:
+            self._step(_key(session), KVPreparedEvent(session=session.number))
+        session.port.send(wire.CallDone(call=call))
 
     def gone(self, session: GmsSession) -> None:
         """Note the end of a session; its process may still write."""
@@ -187,7 +207,7 @@ class KVLeases:
                     self._grant(key, effect)
                 case RefuseKV():
                     own = isinstance(event, KVAskEvent) and event.session == effect.session
-                    self._refuse(key, before, effect, call if own else 0)
+                    self._refuse(key, before, effect, event if own else None, call if own else 0)
                 case FreeKV():
                     self._free(key, effect.number)
                 case KillWriter():
@@ -273,24 +293,33 @@ class KVLeases:
         text = f"{memory.shape.pool_bytes} bytes, {what}, to {session.name}"
         self._service.note_event("kv_granted", f"{_name(key)}: {text}")
 
-    def _refuse(self, key: _Key, before: KVState, effect: RefuseKV, call: int) -> None:
-        """Answer an ask with a refusal: that of `call`, 0: the one that waits."""
+    def _refuse(
+        self, key: _Key, before: KVState, effect: RefuseKV, event: KVLeaseEvent | None, call: int
+    ) -> None:
+        """Answer an ask with a refusal: the `event`, which is that of `call`, or the ask that waits."""
         session = self._service.sessions.get(effect.session)
         waiting = self._calls.get(effect.session, 0)
         if waiting and call in (0, waiting):
             del self._calls[effect.session]
-        text = self._reason(key, before, effect.code)
+        text = self._reason(key, before, effect.code, event)
         self._service.note_event("refused", f"{effect.code}: {self._service.name(effect.session)}: {text}")
         if session is not None:
             session.refuse(call or waiting, effect.code, text)
 
-    def _reason(self, key: _Key, before: KVState, code: KVRefusalCode) -> str:
-        """Return the text of a refusal."""
+    def _reason(self, key: _Key, before: KVState, code: KVRefusalCode, event: KVLeaseEvent | None) -> str:
+        """Return the text of a refusal of an event, or of the ask that waits."""
         what, error = _name(key), self._errors.get(key, "")
         match code:
             case "stale_epoch":
                 epoch = self._states[key].epoch
+                if isinstance(event, KVAskEvent):
+                    epoch = max(epoch, event.claimed)
                 return f"{what}: an engine has asked, or has claimed, with epoch {epoch}; this one must end"
+            case "unclaimed":
+                assert isinstance(event, KVAskEvent)
+                text = f"epoch {event.epoch} is not one that this engine has claimed"
+                highest = f"its highest is {event.claimed}" if event.claimed else "it has claimed none"
+                return f"{what}: {text}; {highest}, and an engine asks with that"
             case "held":
                 text = f"{self._writer(before)} has it, or waits for it, under epoch {before.epoch}"
                 return f"{what}: {text}; an engine asks once, with an epoch that it has claimed"

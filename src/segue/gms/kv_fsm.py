@@ -5,6 +5,9 @@ proves: a closed connection alone does not, as kernels may still run. If that ta
 gets fresh memory, and the service gives its descriptors of the old memory up: the kernel frees it with the
 last mapping. Without a pidfd nothing is ever proved, so then every successor gets fresh memory.
 
+Memory is fresh until an engine says that it has prepared it: on a device, it has zeros then, and not what any
+other program had there. One that is killed before leaves it fresh.
+
 Nothing here does I/O: :func:`kv_step` returns effects, which the server carries out.
 """
 
@@ -26,9 +29,10 @@ class KVPhase(Enum):
     SHAPED = auto()  # it is free, and has the shape that the cohort's engines use
 
 
-# stale_epoch: a newer engine has asked. fence: the predecessor's process has not ended, and the device has no
-# memory for a second set. memory: the device has too little. held: the holder lives, and has the same epoch.
-KVRefusalCode = Literal["stale_epoch", "fence", "memory", "held"]
+# stale_epoch: a newer engine has asked, or the asker has claimed a higher epoch. unclaimed: the engine of the
+# asker has not claimed the epoch. fence: the process before has not ended, and the device has no memory for a
+# second set. memory: the device has too little. held: the holder lives, and has the same epoch.
+KVRefusalCode = Literal["stale_epoch", "unclaimed", "fence", "memory", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class KVAskEvent:
     session: int
     process: int | None  # identifies the pidfd that fires when the asker has ended; None: there is none
     epoch: int
+    claimed: int  # the highest epoch that its engine has claimed; 0: none
     shape: KVLeaseShape
     deadline: float = inf  # until when it waits for the predecessor's end
 
@@ -71,6 +76,25 @@ class KVReleaseEvent:
     """The holder gives its memory back, and does not write to it any more."""
 
     session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPreparedEvent:
+    """The holder has prepared its memory, which was fresh."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVWithdrawEvent:
+    """A rank has no memory of the service, and wants none any more: it has, or takes, memory of its own.
+
+    It may have given up waiting for an answer that is on its way. Its process has nothing mapped.
+    """
+
+    session: int
+    process: int | None
+    epoch: int  # the highest that its engine has claimed; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +126,8 @@ KVLeaseEvent = (
     | KVMadeEvent
     | KVGoneEvent
     | KVReleaseEvent
+    | KVPreparedEvent
+    | KVWithdrawEvent
     | KVEndedEvent
     | KVEpochEvent
     | KVAbandonedEvent
@@ -165,8 +191,9 @@ class KVSet:
     number: int
     shape: KVLeaseShape
     writer: int | None = None  # the process that may write to it
+    session: int = 0  # to which it was granted last, as long as somebody may write to it
     is_quiet: bool = True  # nobody can write to it
-    is_fresh: bool = True  # nobody had written to it when it was granted last
+    is_fresh: bool = True  # no holder has said that it has prepared it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +236,10 @@ class KVLease:
                 self.gone(event.session)
             case KVReleaseEvent():
                 self.release(event.session)
+            case KVPreparedEvent():
+                self.prepared(event.session)
+            case KVWithdrawEvent():
+                self.withdraw(event)
             case KVEndedEvent():
                 self.ended(event.process)
             case KVEpochEvent():
@@ -223,8 +254,11 @@ class KVLease:
     def on_ask(self, ask: KVAskEvent) -> None:
         """Take a request; of two that wait, the one of the higher epoch stays."""
         state = self.state
-        if ask.epoch < state.epoch:
+        if ask.epoch < max(state.epoch, ask.claimed):
             self.effects.append(RefuseKV(ask.session, "stale_epoch"))
+            return
+        if ask.epoch > ask.claimed:
+            self.effects.append(RefuseKV(ask.session, "unclaimed"))
             return
         waits = state.ask
         is_second = waits is not None and waits.epoch == ask.epoch
@@ -277,26 +311,26 @@ class KVLease:
         ask, current = self.state.ask, self.state.current
         assert ask is not None and current is not None and current.is_quiet
         if current.shape == ask.shape:
-            self.grant(current, is_fresh=False)
+            self.grant(current)
         else:
             self.effects.append(FreeKV(current.number))
             self.make()
 
-    def grant(self, memory: KVSet, *, is_fresh: bool) -> None:
+    def grant(self, memory: KVSet) -> None:
         """Lease a set to the session that waits."""
         ask = self.state.ask
         assert ask is not None
-        memory = replace(memory, writer=ask.process, is_quiet=False, is_fresh=is_fresh)
+        memory = replace(memory, writer=ask.process, session=ask.session, is_quiet=False)
         self.set(phase=KVPhase.LEASED, current=memory, old=None, holder=ask.session, ask=None)
         self.set(granted=ask.epoch)
-        self.effects.append(GrantKV(ask.session, memory.number, is_fresh))
+        self.effects.append(GrantKV(ask.session, memory.number, memory.is_fresh))
 
     def grant_again(self, memory: KVSet) -> None:
         """Lease a set to its own writer, which has lost its session and may never have got the answer."""
         ask = self.state.ask
         assert ask is not None
         if memory.shape == ask.shape:
-            self.grant(memory, is_fresh=memory.is_fresh)
+            self.grant(memory)
         else:
             self.effects.append(FreeKV(memory.number))
             self.make()
@@ -309,7 +343,7 @@ class KVLease:
         if is_made and ask is not None and ask.shape == current.shape:
             if old is not None:
                 self.effects.append(FreeKV(old.number))
-            self.grant(current, is_fresh=True)
+            self.grant(current)
             return
         if is_made:  # the session has gone meanwhile, or another one with another shape has come
             self.effects.append(FreeKV(current.number))
@@ -336,11 +370,34 @@ class KVLease:
 
     def release(self, session: int) -> None:
         """Take the memory back from a holder that says that it has unmapped it; others have none."""
+        if self.state.holder == session:
+            self.vacate()
+        self.effects.append(KVReleased(session))
+
+    def vacate(self) -> None:
+        """Note that nobody can write to the present set, and give it to the session that waits."""
+        assert self.state.current is not None
+        self.set(phase=KVPhase.SHAPED, holder=None, current=quiet(self.state.current))
+        if self.state.ask is not None:
+            self.reuse()
+
+    def withdraw(self, event: KVWithdrawEvent) -> None:
+        """Take back what a rank has, or may yet be told that it has; free what the newest engine leaves."""
+        ask, current, old = self.state.ask, self.state.current, self.state.old
+        if ask is not None and is_of(event, ask.session, ask.process):
+            self.set(ask=None)
+        if old is not None and is_of(event, old.session, old.writer):
+            self.set(old=quiet(old))
+        if current is not None and is_of(event, current.session, current.writer):
+            self.vacate()
+        if event.epoch >= self.state.epoch:
+            self.abandon()
+
+    def prepared(self, session: int) -> None:
+        """Note that what the holder has is not fresh any more; any other session has nothing."""
         current = self.state.current
         if self.state.holder == session and current is not None:
-            current = replace(current, writer=None, is_quiet=True)
-            self.set(phase=KVPhase.SHAPED, holder=None, current=current)
-        self.effects.append(KVReleased(session))
+            self.set(current=replace(current, is_fresh=False))
 
     def ended(self, process: int) -> None:
         """Note the end of a process: what it alone could write is free, and it gets nothing more."""
@@ -348,21 +405,22 @@ class KVLease:
             self.set(ask=None)  # its pidfd fires only once: nothing would end its lease
         state = self.state
         if state.old is not None and state.old.writer == process:
-            self.set(old=replace(state.old, writer=None, is_quiet=True))
-        if state.current is None or state.current.writer != process:
-            return
-        current = replace(state.current, writer=None, is_quiet=True)
-        self.set(phase=KVPhase.SHAPED, holder=None, current=current)
-        if state.ask is not None:
-            self.reuse()
+            self.set(old=quiet(state.old))
+        if state.current is not None and state.current.writer == process:
+            self.vacate()
 
     def abandon(self) -> None:
         """Give up what nobody holds; a process that may still write keeps the memory by its mapping."""
         state = self.state
-        if state.phase in (KVPhase.QUARANTINED, KVPhase.SHAPED) and state.ask is None:
+        if state.ask is not None:
+            return
+        if state.phase in (KVPhase.QUARANTINED, KVPhase.SHAPED):
             assert state.current is not None
             self.effects.append(FreeKV(state.current.number))
             self.set(phase=KVPhase.EMPTY, current=None)
+        elif state.old is not None:  # `made` frees the new one
+            self.effects.append(FreeKV(state.old.number))
+            self.set(old=None)
 
     def raise_epoch(self, epoch: int) -> None:
         """Refuse a waiting session of a lower epoch."""
@@ -381,3 +439,16 @@ class KVLease:
     def set(self, **changes: object) -> None:
         """Change fields of the state."""
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+
+def quiet(memory: KVSet) -> KVSet:
+    """Return a set to which nobody can write any more."""
+    return replace(memory, writer=None, session=0, is_quiet=True)
+
+
+def is_of(event: KVWithdrawEvent, session: int, process: int | None) -> bool:
+    """Whether what a session of a process has asked for, or was granted, is withdrawn.
+
+    The process may have asked in an earlier session; what it has got in a later one is in use.
+    """
+    return session == event.session or (process == event.process is not None and session < event.session)

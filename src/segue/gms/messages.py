@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from segue.gms.lock_state import AskMode
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME = 64 << 10  # bytes of a message
 MAX_DESCRIPTORS = 64  # of a message
 MAX_SESSIONS = 256
@@ -180,6 +180,21 @@ class AskKV(Message, frozen=True):
     wait_s: Seconds = 0.0  # for the end of the process that wrote before, or for memory
 
 
+class KVPrepared(Message, frozen=True):
+    """Says that the KV memory of this session, which was fresh, is prepared: on a device, it is zeroed.
+
+    Until then the memory is fresh for whoever gets it next. The reply is :class:`CallDone`.
+    """
+
+
+class WithdrawKV(Message, frozen=True):
+    """Says that this process uses no KV memory of the service: it has, or takes, memory of its own.
+
+    An ask of the session is over; what it was granted, and may not have received yet, is taken back. What the
+    cohort's newest engine does not use in this way is freed. The reply is :class:`CallDone`.
+    """
+
+
 class ReleaseKV(Message, frozen=True):
     """Gives the KV memory of this session back, which is unmapped. The reply is :class:`CallDone`."""
 
@@ -242,6 +257,8 @@ Request = (
     | UnpinGeneration
     | OfferRank
     | AskKV
+    | KVPrepared
+    | WithdrawKV
     | ReleaseKV
     | ClaimEpoch
     | FenceEngines
@@ -306,7 +323,7 @@ class KVGranted(Message, frozen=True):
     """
 
     sizes: list[int]  # of the slabs whose descriptors are with this message
-    is_fresh: bool  # nobody has written to the set before; its contents are undefined on a device
+    is_fresh: bool  # no engine has prepared it (`KVPrepared`): on a device its contents are undefined
     more: bool  # whether another reply with further slabs follows
 
 

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 
 from segue.errors import MemoryServiceError
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.gms.transport import HOLDER_SOCKET, GmsFrameError, close, new_socket, receive, send
 
 PROBE = "ready"  # the engine's name in the sessions of probes

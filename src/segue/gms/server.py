@@ -142,6 +142,10 @@ class GmsConnection:
             return
         self._loop.remove_writer(self._socket)
 
+    def has_left(self) -> bool:
+        """See `session.GmsPort`."""
+        return self.is_closed or shared.is_closed(self._socket)
+
     def fault(self, text: str, code: str = "protocol", call: int = 0) -> None:
         """Tell the client why its session ends, and end it."""
         self.send(wire.CallRefused(call=call, code=code, text=text))

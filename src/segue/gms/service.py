@@ -84,7 +84,8 @@ class MemoryService:
     def open(self, port: GmsPort, pid: int, hello: wire.OpenSession) -> GmsSession:
         """Admit a client, which has been checked."""
         self._num_sessions += 1
-        session = GmsSession(number=self._num_sessions, pid=pid, hello=hello, port=port)
+        epoch = max([hello.epoch, *(each.epoch for each in self._sessions_of(hello))])
+        session = GmsSession(number=self._num_sessions, pid=pid, hello=hello, port=port, epoch=epoch)
         self.sessions[session.number] = session
         known = self.state.generations if hello.lineage in ("", self.lineage) else ()
         lost = [number for number in hello.pins if number not in known]
@@ -192,6 +193,10 @@ class MemoryService:
                 self._offers.take(session, message, descriptors)
             case wire.AskKV():
                 await self.kv.ask(session, message)
+            case wire.KVPrepared():
+                self.kv.prepared(session, call)
+            case wire.WithdrawKV():
+                self.kv.withdraw(session, call)
             case wire.ReleaseKV():
                 self.kv.release(session, call)
             case wire.ClaimEpoch():
@@ -250,13 +255,20 @@ class MemoryService:
         session.port.send(wire.NoteValue(call=message.call, value=value))
 
     def _claimed(self, session: GmsSession, epoch: int) -> None:
-        """Tell the other engines of a cohort that this one serves."""
+        """Note what an engine has claimed; tell the other engines of its cohort that this one serves."""
+        for each in self._sessions_of(session.hello):
+            each.epoch = epoch
         self.fence.serves(session, epoch)
         self.kv.claimed(session.hello.cohort, epoch)
         engine = session.hello.engine
         for each in self.sessions.values():
             if each.hello.cohort == session.hello.cohort and each.hello.engine != engine:
                 each.port.send(wire.EpochChanged(epoch=epoch))
+
+    def _sessions_of(self, hello: wire.OpenSession) -> list[GmsSession]:
+        """Return the sessions of all ranks of an engine: rank 0 alone claims epochs, for all of them."""
+        key = hello.cohort, hello.engine
+        return [each for each in self.sessions.values() if (each.hello.cohort, each.hello.engine) == key]
 
     def _release_notes(self, session: int) -> None:
         """Remove the notes that no session keeps any more."""

@@ -18,9 +18,8 @@ class GmsPort(Protocol):
     def send(self, reply: wire.Reply, descriptors: Sequence[int] = ()) -> None:
         """Send a message; one that the client does not take ends its session."""
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the client has gone."""
+    def has_left(self) -> bool:
+        """Whether the client has closed the connection, even if messages of it are still unread."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +30,7 @@ class GmsSession:
     pid: int
     hello: wire.OpenSession
     port: GmsPort
+    epoch: int  # the highest that its engine has claimed; 0: none
     ask_call: int = 0  # the call that waits for weights; 0: none
     manifest: WeightsManifest | None = None  # that it has asked with
     since: float = field(default_factory=time.monotonic)

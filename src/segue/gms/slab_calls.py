@@ -56,7 +56,7 @@ class SlabCalls:
                 return
             except SlabMemoryError as error:
                 self._service.note_event("out_of_memory", f"{session.hello.device}: {error.message}")
-                if time.monotonic() >= deadline or session.port.is_closed:
+                if time.monotonic() >= deadline or session.port.has_left():
                     session.refuse(message.call, "memory", error.message)
                     return
                 await asyncio.sleep(RETRY_MEMORY_S)

@@ -83,11 +83,21 @@ class Linear(Layer):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed: Gemm | None = None
 
-    def build_derived(self, *, deterministic: bool = False) -> int:
-        """Pack the weight again, as a batch-invariant GEMM with `deterministic`; returns the copy's bytes."""
+    def build_derived(self, packed: Gemm | None = None, *, deterministic: bool = False) -> int:
+        """Pack the weight again, as a batch-invariant GEMM with `deterministic`; returns the copy's bytes.
+
+        If the weight is `packed` already, by :meth:`pack`, that is used.
+        """
         self.packed = None  # frees its memory first
-        self.packed = pack(self.weight, deterministic=deterministic, float32_output=self.float32_output)
+        self.packed = packed or pack(
+            self.weight, deterministic=deterministic, float32_output=self.float32_output
+        )
         return 0 if self.packed is None else self.packed.num_bytes
+
+    def pack(self, weight: Tensor, *, deterministic: bool = False) -> Gemm | None:
+        """Return the packed copy of another weight for this layer; None if it would use the weight itself."""
+        packed = pack(weight, deterministic=deterministic, float32_output=self.float32_output)
+        return packed if packed is not None and packed.num_bytes else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""

@@ -13,7 +13,7 @@ import msgspec
 from segue.messages.weight_update import Call
 
 # Why an engine with --warm-kv takes no KV pages over; see `worker.warm_kv`.
-ColdReason = Literal["private", "fresh", "journal", "facts", "memory", "weights", "empty"]
+ColdReason = Literal["private", "size", "fresh", "journal", "facts", "memory", "weights", "empty"]
 
 
 class PingRanks(Call, frozen=True, tag=True, array_like=True):
@@ -46,7 +46,7 @@ class HeldKV(msgspec.Struct, frozen=True, array_like=True):
 
     before: str  # its name under the engine before, unlike any other
     now: str  # its name from now on
-    is_fresh: bool  # whether no engine has written to it before
+    is_fresh: bool  # whether no engine had prepared it before
     epoch: int  # with which this engine has it
 
 

@@ -152,7 +152,8 @@ class CUDAExecutor(StepExecutor):
     def capture(self, taken: Callable[[], int], reserve: int) -> list[str]:
         """Capture all graphs; call `warm_up` first.
 
-        There is no request yet, and the static inputs are zeros, so keys and values go to the scratch page.
+        There is no request yet, and the static inputs are zeros. So eager runs and first replays write keys
+        and values to the scratch page, and tokens to slots whose next request writes its own first.
 
         Args:
             taken: returns the bytes that all graphs so far take; it must return the same on every rank.

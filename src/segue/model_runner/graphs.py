@@ -64,7 +64,10 @@ class Graphs(Generic[Size]):
     _graphs: dict[Size, torch.cuda.CUDAGraph] = field(default_factory=dict, init=False)
 
     def capture(self, has_room: Callable[[], bool]) -> list[Size]:
-        """Capture every size.
+        """Capture every size, and replay each graph once: its first replay uploads it to the device.
+
+        So no request pays for that, above all not the first one of an engine that takes over. A replay does
+        what the eager run before the capture did, on the same inputs.
 
         The largest size is captured first, because the others fit into its memory. The others follow in
         ascending order, because small steps lose most when they run eagerly.
@@ -82,6 +85,8 @@ class Graphs(Generic[Size]):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             self.run(size)
             graph.capture_end()
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
             self._graphs[size] = graph
         return left
 

@@ -122,6 +122,7 @@ class ModelRunner:
             dtype=self.dtype,
             submit=self._stream.submit,
             rebuild=made.model.build_derived,
+            pack=made.model.pack if self.device.type == "cpu" else None,
             cache_dir=Path(config.cache_dir),
             seed=config.seed,
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),

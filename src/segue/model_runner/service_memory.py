@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
+from math import inf
 
 import msgspec
 import torch
@@ -21,14 +22,16 @@ from torch import Tensor
 
 from segue.distributed.groups import TPGroups
 from segue.errors import MemoryServiceError, WeightsMismatchError
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.gms.lock_state import AskMode
 from segue.gms.manifest import WeightsIdentity, WeightsManifest, difference
-from segue.gms.messages import WeightsGranted
+from segue.gms.messages import MAX_JOURNAL, WeightsGranted
 from segue.gms.reconnecting import SessionKeeper
 from segue.kvcache.journal import NAME_BYTES, journal_bytes
 from segue.logs import logger
 from segue.memory.arena import Arena, Layout
+from segue.memory.budget import gib
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.geometry import KVGeometry
 from segue.memory.memfd import MemfdVMM
@@ -44,14 +47,13 @@ from segue.model_runner.service_generations import (
     damaged,
     starts_of,
 )
-from segue.model_runner.service_kv import ServiceKVMemory
+from segue.model_runner.service_kv import RETRY_S, ServiceKVMemory
+from segue.model_runner.service_progress import reporting
 from segue.version import __version__
 
 WAIT_S = 7200.0  # how long the load of another engine is waited for
-BEAT_S = 5.0  # between reports of progress; a loader without any for 60 s loses its lease
 _WAITING, _FAILED, _GRANTED = range(3)  # what rank 0 tells the other ranks
 AWAY_S = 3.0  # how long an engine that wakes waits for a service that is away, for the sake of its KV memory
-RETRY_S = 0.05  # between two tries
 KV_NOTE = "kv_geometry"  # the note of the cohort with the sizes that all its engines have
 _REASON = "memory service"  # the key under which rank 0 leaves the text of its error
 
@@ -99,6 +101,7 @@ class ServiceMemory(PrivateMemory):
         self._on_owner: Callable[[bool], None] = lambda lost: None
         self._epoch = 0  # under which the engine serves
         self._owes_claim = False  # the service was away when the engine began to serve
+        self._has_own_kv = False  # though the KV cache was to be the service's
         self._claiming = threading.Lock()
         self._geometry: KVGeometry | None = None
         self._window: MemoryWindow | None = None
@@ -144,24 +147,34 @@ class ServiceMemory(PrivateMemory):
         """See `RankMemory.wake`: rank 0 ends what the engine before may still change, and KV is taken.
 
         A service that is away changes nothing either; without it the engine serves what it has mapped. If its
-        KV cache is to be the service's, it waits a while, and takes memory of this process then.
+        KV cache is to be the service's, it waits a while, and takes memory of this process then. The service
+        is told so, before if it answers, and else once it does: it keeps no second KV cache.
 
         Raises:
             MemoryServiceError: the service refuses the epoch, or the KV memory.
             SharedMemoryError: there is too little memory for the KV cache, or it cannot be mapped.
         """
-        began, leases = time.monotonic(), self._leasable is not None and epoch > 0
+        began, kv = time.monotonic(), self._leasable if epoch > 0 else None
         self._epoch = epoch
         if self._served is not None:
             self._served.epoch = max(self._served.epoch, epoch)
-        away_until = began + AWAY_S if leases else began
+        away_until = began if kv is None else began + AWAY_S
         claimed = self._claim(away_until) if epoch and self._groups.tp.is_first else 0
-        if leases:
+        if kv is not None:
             claimed = self._groups.all_gather([claimed])[0][0]
             if claimed:
-                self._lease_kv(
-                    claimed, away_until, began + min(self._fence_timeout_s, WAKE_SHARE * timeout_s)
+                if self._served is not None:  # told to a service that is started again meanwhile
+                    self._served.epoch = max(self._served.epoch, claimed)
+                share = WAKE_SHARE * timeout_s
+                kv.lease_in_time(
+                    self._session,
+                    claimed,
+                    away_until=away_until,
+                    fence_until=began + min(self._fence_timeout_s, share),
+                    limit=began + share if timeout_s else inf,
                 )
+            if not kv.is_leased:
+                self._withdraw_kv()
         self._kv.wake(epoch, max(0.0, began + timeout_s - time.monotonic()))
         self.held_kv, self.kv_journal = self._kv.held_kv, self._kv.kv_journal
 
@@ -185,20 +198,11 @@ class ServiceMemory(PrivateMemory):
                     return 0
             time.sleep(RETRY_S)
 
-    def _lease_kv(self, epoch: int, away_until: float, until: float) -> None:
-        """Get the KV memory of this rank from the service, unless that is away."""
-        assert self._leasable is not None
-        while True:
-            try:
-                self._leasable.lease(self._session(), epoch, max(0.0, until - time.monotonic()))
-                return
-            except MemoryServiceError as error:
-                if error.code != "lost":
-                    raise
-                if time.monotonic() >= away_until:
-                    logger.warning("the KV cache is memory of this process: %s", error.message)
-                    return
-            time.sleep(RETRY_S)
+    def _withdraw_kv(self) -> None:
+        """Have the service keep no KV memory for this rank, which takes memory of its own."""
+        self._has_own_kv = True
+        with suppress(MemoryServiceError):  # then it is told when it is there again
+            self._session().withdraw_kv()
 
     def watch_owner(self, on_change: Callable[[bool], None]) -> None:
         """See `RankMemory.watch_owner`."""
@@ -225,8 +229,16 @@ class ServiceMemory(PrivateMemory):
         found = self._spread(holds)
         assert found is not None
         if self._leasable is not None and self._keeps_journal:
-            is_first, sizes = self._groups.tp.is_first, (found.num_pages, found.page_size)
-            self._leasable.journal_bytes = journal_bytes(*sizes) if is_first else NAME_BYTES
+            size = journal_bytes(found.num_pages, found.page_size) if self._groups.tp.is_first else NAME_BYTES
+            if size > MAX_JOURNAL:
+                logger.warning(
+                    "--warm-kv: the journal of %d pages of %d tokens would have %s, and the memory service "
+                    "keeps %s at most, so no engine goes on with the prefix cache of the one before; choose "
+                    "a larger --page-size",
+                    *(found.num_pages, found.page_size, gib(size), gib(MAX_JOURNAL)),
+                )
+                size = NAME_BYTES  # which is no journal: see `worker.warm_kv`
+            self._leasable.journal_bytes = size
         return found
 
     def _introduce_again(self) -> None:
@@ -234,14 +246,15 @@ class ServiceMemory(PrivateMemory):
         client, served = self._session(), self._served
         if self._geometry is not None:
             client.put_note(KV_NOTE, msgspec.json.encode(self._geometry), keeps=True)
-        if served is None or not self._epoch or not self._groups.tp.is_first:
-            return
-        with self._claiming:
-            known = client.epoch()
-            is_behind = known < served.epoch and not served.has_claimed
-            if known <= served.epoch and (self._owes_claim or is_behind):
-                served.claim(max(served.epoch, self._epoch))
-                self._owes_claim = False
+        if served is not None and self._epoch and self._groups.tp.is_first:
+            with self._claiming:
+                known = client.epoch()
+                is_behind = known < served.epoch and not served.has_claimed
+                if known <= served.epoch and (self._owes_claim or is_behind):
+                    served.claim(max(served.epoch, self._epoch))
+                    self._owes_claim = False
+        if self._has_own_kv:
+            client.withdraw_kv()
 
     def _spread(self, geometry: KVGeometry | None) -> KVGeometry | None:
         """Return on every rank what rank 0 has."""
@@ -312,7 +325,7 @@ class ServiceMemory(PrivateMemory):
             self._map(arena.layout, client.allocate(lease, sizes, wait_s=MEMORY_S), writable=True)
             return arena
 
-        with _reporting(client, lease):
+        with reporting(client, lease):
             fill(take)
             digests = list(take().checksum())
         self._window.clear()  # what is mapped to be written cannot be sealed
@@ -366,35 +379,6 @@ def _end_stale(error: MemoryServiceError) -> None:
     """End this process, because the service has newer weights than those that it reads."""
     logger.error("%s", error.message)
     os._exit(1)
-
-
-@contextmanager
-def _reporting(client: GmsClient, lease: int) -> Iterator[None]:
-    """Report the progress of a load from a thread, as long as there is some."""
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(BEAT_S):
-            try:
-                client.progress(lease, _work_done())
-            except MemoryServiceError:
-                return  # the load's own next call has the same error
-
-    thread = threading.Thread(target=report, name="segue-gms-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _work_done() -> int:
-    """Return a number that grows while this process reads or computes, and not while it hangs."""
-    with open("/proc/self/io") as file:
-        num_bytes = int(file.readline().split()[1])
-    # The reports themselves read and compute a little, which must not count.
-    return (num_bytes >> 20 << 20) + (int(time.process_time() * 2) << 20)
 
 
 def _differing(arena: Arena, digests: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.distributed.info import TPInfo
-from segue.gms.client import GmsTarget
+from segue.gms.client_connection import GmsTarget
 from segue.gms.manifest import SourceFile, TensorPlace, WeightsIdentity
 from segue.memory.arena import Layout
 from segue.memory.cuda_driver import device_uuids

@@ -1,6 +1,6 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
+from segue.kernels.batch_invariant import Gemm
 from segue.kernels.ops import embed, gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
@@ -264,22 +265,34 @@ class Decoder(Layer):
             int(weight.numel() * (used if weight.dim() == 3 else 1)) for weight in self.layers.parameters()
         )
 
-    def build_derived(self, changed: Collection[str] | None = None) -> int:
+    def build_derived(
+        self, changed: Collection[str] | None = None, packed: Mapping[str, Gemm] | None = None
+    ) -> int:
         """Derive tensors from the weights (packed copies) and return their bytes.
 
         Must be called when the weights are loaded, and after every change of them. `changed` names the
-        changed parameters; None means all.
+        changed parameters; None means all. What :meth:`pack` has made of them before may be given, by name.
         """
         derived = self.rotary.build_derived(self.embed.weight.device)
         weights = {self.get_parameter(name) for name in changed or ()}
+        made = {self.get_parameter(name): gemm for name, gemm in (packed or {}).items()}
         for module in self.modules():
             if changed is not None and weights.isdisjoint(module.parameters()):
                 continue
             if isinstance(module, Linear):
-                derived += module.build_derived(deterministic=self.deterministic)
+                gemm = made.get(module.get_parameter("weight"))
+                derived += module.build_derived(gemm, deterministic=self.deterministic)
             elif isinstance(module, (RMSNorm, Attention)):
                 derived += module.build_derived()
         return derived
+
+    def pack(self, name: str, weight: Tensor) -> Gemm | None:
+        """Return the packed copy of other values of the parameter `name`; None if no layer keeps one."""
+        parameter = self.get_parameter(name)
+        for module in self.modules():
+            if isinstance(module, Linear) and module.weight is parameter:
+                return module.pack(weight, deterministic=self.deterministic)
+        return None
 
     def drop_packed(self) -> None:
         """Free the packed copies of the weights; `build_derived` makes them again."""

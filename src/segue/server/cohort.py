@@ -18,7 +18,8 @@ from segue.failover.control_note import ControlNotes
 from segue.failover.epochs import claim_epoch
 from segue.failover.lock import CohortLock
 from segue.failover.standby import has_standby, remove_unheld, sign_of
-from segue.gms.client import GmsClient, GmsTarget
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 from segue.launch.in_thread import in_thread
 from segue.logs import logger
 

@@ -12,6 +12,7 @@ from segue.memory.rank_memory import NextWeights
 from segue.memory.tensor_ops import warm_up
 from segue.messages import weight_update as messages
 from segue.weight_update.inspect import Inspector
+from segue.weight_update.packing import PackedAhead
 from segue.weight_update.rank_session import Fields, RankSession, Replies, Send, Work, errors_of
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingMemory
@@ -42,6 +43,7 @@ class WeightUpdater:
         self._inspector = Inspector(served)
         self._sessions: dict[int, RankSession] = {}
         self._fetched: NextWeights | None = None  # weights of another engine, which are to be served
+        self._packed = PackedAhead(served)  # their packed copies
         self._threads: set[threading.Thread] = set()  # of joins and leaves
 
     def handle(self, command: messages.WeightCommand) -> None:
@@ -130,10 +132,11 @@ class WeightUpdater:
         match command:
             case messages.FetchGeneration():
                 try:
-                    self._fetched = generations.fetch(command.generation)
+                    self._fetched = fetched = generations.fetch(command.generation)
                 except MemoryServiceError as error:
                     fields["is_lost"] = error.code == "lost"
                     raise
+                self._packed.make(fetched.parameters, fetched.arena.view, lambda: False)
             case messages.DropGeneration():
                 self._release_fetched()
             case messages.RenameWeights():
@@ -148,7 +151,7 @@ class WeightUpdater:
 
         def adopt(fields: Fields) -> list[str]:
             fetched.adopt()
-            self._served.rebuild(fetched.parameters)
+            self._served.rebuild(fetched.parameters, self._packed.take(fetched.parameters))
             fields["generation"] = generations.number, generations.name
             return []
 
@@ -157,6 +160,7 @@ class WeightUpdater:
 
     def _release_fetched(self) -> None:
         fetched, self._fetched = self._fetched, None
+        self._packed.clear()
         if fetched is not None:
             fetched.release()
 

@@ -22,13 +22,14 @@ from segue.weight_update import from_checkpoint
 from segue.weight_update.manifest import check
 from segue.weight_update.payload.decode import decode, from_base64
 from segue.weight_update.served import ServedWeights
-from segue.weight_update.staging import Incoming, StagedWeights, ZeroCopyTensors
+from segue.weight_update.staging import Incoming, StagedWeights
 from segue.weight_update.staging_memory import StagingMemory
 from segue.weight_update.transport.base import plan, receive_buffer_size
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.pace import ReceivePace
 from segue.weight_update.transport.receiver import Receiver
+from segue.weight_update.zero_copy import ZeroCopyTensors
 
 Fields = dict[str, Any]
 Send = Callable[[RankReply | Received], None]
@@ -316,6 +317,7 @@ class RankSession:
 
         Staged weights that take the places of the served ones need none.
         """
+        self._staged.pack(self._cancelled.is_set)
         parameters = set(self._staged.parameters)
         if self._staged.next_weights is not None:
             self._changes = self._staged.next_weights.adopt, parameters
@@ -352,7 +354,7 @@ class RankSession:
 
         def write() -> None:
             replace()
-            self._served.rebuild(parameters)
+            self._served.rebuild(parameters, self._staged.packed.take(parameters))
             self._served.note_sent(names)
 
         errors = errors_of(write)

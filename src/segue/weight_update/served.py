@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from segue.distributed.info import TPInfo
+from segue.kernels.batch_invariant import Gemm
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
@@ -31,7 +33,10 @@ class ServedWeights:
     # Queues work on the compute stream, behind the steps submitted before. The future is done when the work
     # has run, or on CUDA when it was launched.
     submit: Callable[[Callable[[], Any]], Future[Any]]
-    rebuild: Callable[[Collection[str]], object]  # rebuilds everything derived from these parameters
+    # Rebuilds everything derived from these parameters; copies of those that are packed already are given.
+    rebuild: Callable[[Collection[str], Mapping[str, Gemm]], object]
+    # Returns the packed copy of new values of a parameter, if its layer keeps one; None: no layer does.
+    pack: Callable[[str, Tensor], Gemm | None] | None = None
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     seed: int = 0  # of dummy weights
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any

@@ -9,7 +9,6 @@ stacked name stands for one tensor of all experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equa
 from segue.messages.weight_operations import Manifest, StagingPlace
 from segue.models.weight_map import Box, Slice, box_of
 from segue.weight_update.manifest import first, tensors
+from segue.weight_update.packing import PackedAhead
 from segue.weight_update.served import ServedWeights
 from segue.weight_update.staging_memory import StagingArena, StagingMemory, check_host
 from segue.weight_update.transport.base import plan, receive_buffer_size
@@ -43,6 +43,7 @@ class StagedWeights:
         self._views: dict[str, Tensor] = {}  # parameter, or tied checkpoint name -> its staging memory
         # Where parameters are staged that are to take the places of the served ones; None: these are written.
         self.next_weights: NextWeights | None = None
+        self.packed = PackedAhead(served)
 
     @property
     def place(self) -> str:
@@ -80,6 +81,7 @@ class StagedWeights:
             each for name in names if name not in table.aliases for each in table.stacked.get(name, (name,))
         }
         touched = {part.parameter for name in written for part in table.slices[name]}
+        self.packed.forget(touched)
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         kept: list[str] = []  # parameters that lie beside the new ones
         if new:
@@ -118,7 +120,11 @@ class StagedWeights:
     def problems(self, names: Collection[str]) -> list[str]:
         """Returns the problems of the staged `names`: not finite values, or a different tied tensor."""
         with self.memory.on_stream():
-            return [*self._not_finite(names), *_untied(self.served, names, self._tied)]
+            return [*self._not_finite(names), *untied(self.served, names, self._tied)]
+
+    def pack(self, is_cancelled: Callable[[], bool]) -> None:
+        """Pack what is staged for the layers that keep packed copies, so that the commit need not do it."""
+        self.packed.make(self.parameters, self._views.__getitem__, is_cancelled)
 
     def seal(self) -> None:
         """Make what was staged final, so that it can take the place of the served weights."""
@@ -136,6 +142,7 @@ class StagedWeights:
     def forget(self, *, in_use: bool = False) -> None:
         """Forget all tensors that were staged; others may be staged in the session."""
         self._views.clear()
+        self.packed.clear()
         self.memory.synchronize()
         for staging in self._stagings:
             self.memory.give_back(staging, in_use=in_use)
@@ -198,7 +205,7 @@ class StagedWeights:
         found = are_finite([self._views[name] for name in parameters], self.served.dtype)
         bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
         return [
-            _not_finite(name, self.served.dtype)
+            not_finite(name, self.served.dtype)
             for name in names
             if any(part.parameter in bad for part in table.slices.get(name, ()))
             and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
@@ -327,59 +334,12 @@ class Incoming:
         memory.synchronize()
 
 
-@dataclass(frozen=True)
-class ZeroCopyTensors:
-    """Tensors that are not copied to staging memory: a commit copies them straight to the served weights."""
-
-    served: ServedWeights
-    memory: StagingMemory
-    tensors: dict[str, Tensor]  # by checkpoint name, of known names and right shapes, on the served device
-
-    @property
-    def parameters(self) -> set[str]:
-        """The model's parameters that these tensors write, in whole or in part."""
-        slices = self.served.weight_map.slices
-        return {part.parameter for name in self.tensors for part in slices.get(name, ())}
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns pairs of served memory and the slice to copy there."""
-        return [
-            (self._served_values(part), tensor[part.source])
-            for name, tensor in self.tensors.items()
-            for part in self.served.weight_map.slices.get(name, ())
-        ]
-
-    def problems(self) -> list[str]:
-        """Returns the problems of the values: not finite, or different from a tied tensor."""
-        table, dtype = self.served.weight_map, self.served.dtype
-        slices = [
-            (name, part, tensor[part.source])
-            for name, tensor in self.tensors.items()
-            for part in table.slices[table.aliases.get(name, name)]
-        ]
-        with self.memory.on_stream():
-            finite = are_finite([mine for _, _, mine in slices], dtype)
-            bad = {name for (name, _, _), is_finite in zip(slices, finite, strict=True) if not is_finite}
-            found = [_not_finite(name, dtype) for name in self.tensors if name in bad]
-            return first(found + _untied(self.served, self.tensors, self._tied))
-
-    def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
-        """Returns a part of a tied tensor, and the embedding's: of these tensors, or else the served one."""
-        held = self.tensors.get(self.served.weight_map.aliases[name])
-        values = self._served_values(part) if held is None else held[part.source]
-        return self.tensors[name][part.source], values
-
-    def _served_values(self, part: Slice) -> Tensor:
-        """Returns the served memory that a part fills, in the shape of the tensor's box."""
-        return box_of(self.served.arena.view(part.parameter), part)
-
-
-def _not_finite(name: str, dtype: torch.dtype) -> str:
+def not_finite(name: str, dtype: torch.dtype) -> str:
     """Returns the message for a tensor with infinities or NaN."""
     return f"{name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}"
 
 
-def _untied(
+def untied(
     served: ServedWeights, names: Collection[str], pair_of: Callable[[str, Slice], tuple[Tensor, Tensor]]
 ) -> list[str]:
     """Returns the messages for tied tensors (a head and its embedding) that are among `names` and differ.

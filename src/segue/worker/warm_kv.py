@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from segue.kvcache.journal import ForgottenCache, PageJournal, name_of
+from segue.kvcache.journal import ForgottenCache, PageJournal, journal_bytes, name_of
 from segue.logs import logger
 from segue.messages.life import ColdReason, HeldKV, RankAnswer
 from segue.scheduler.scheduler import Scheduler
@@ -38,7 +38,8 @@ class WarmKV:
             scheduler: has the prefix cache.
             facts: the name of what two engines must have in common to use each other's pages.
             name_weights: returns what tells the weights that are served now apart from all others.
-            open_journal: returns the journal that came with the KV memory of this rank; None: there is none.
+            open_journal: returns the journal that came with the KV memory of this rank; None: there is none,
+                or not enough memory for one.
             num_ranks: the number of ranks, each of which has KV memory.
         """
         self._scheduler = scheduler
@@ -67,13 +68,16 @@ class WarmKV:
         """Adopt what is proved, and go on with the journal, or begin it. No step has run yet.
 
         Args:
-            journal: that came with the KV memory of this rank; None: there is none.
+            journal: that came with the KV memory of this rank; None: there is none. If it should be there, it
+                would be larger than the service keeps.
             held: the KV memory of each rank; None: it is the rank's own.
         """
         limits, totals = self._scheduler.limits, self._scheduler.totals
         reason: ColdReason | None = "private"
         kv = [each for each in held if each is not None]
-        if journal is not None and len(kv) == len(held):
+        if len(kv) == len(held) and journal is None:
+            reason = "size"
+        elif len(kv) == len(held) and journal is not None:
             self._journal = journal
             gc.disable()  # it would look through all pages again and again, and take as long as all the rest
             try:
@@ -135,8 +139,8 @@ def make_warm_kv(scheduler: Scheduler, runner: ModelRunner) -> WarmKV:
     )
 
     def open_journal() -> PageJournal | None:
-        memory = runner.memory.kv_journal
-        if memory is None:
+        memory, sizes = runner.memory.kv_journal, (limits.num_pages, limits.page_size)
+        if memory is None or memory.nbytes < journal_bytes(*sizes):
             return None
         return PageJournal(memory, num_pages=limits.num_pages, page_size=limits.page_size)
 
@@ -145,6 +149,7 @@ def make_warm_kv(scheduler: Scheduler, runner: ModelRunner) -> WarmKV:
 
 _WHY: dict[ColdReason, str] = {
     "private": "its memory is this engine's own",
+    "size": "its journal would be larger than the memory service keeps; choose a larger --page-size",
     "fresh": "its memory is new, or that of a rank is",
     "journal": "the engine before has left no journal that is whole",
     "facts": "the engine before had other options, or another version",

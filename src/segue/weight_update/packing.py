@@ -1,0 +1,81 @@
+"""Packed copies of new weights on a CPU, made before the pause of their commit, which swaps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+
+from torch import Tensor
+
+from segue.host import free_cpu_memory
+from segue.kernels.batch_invariant import Gemm
+from segue.logs import logger
+from segue.memory.budget import gib
+from segue.weight_update.served import ServedWeights
+
+
+class PackedAhead:
+    """The packed copies of weights that are to be served.
+
+    Each one is made where steps run, between two steps: parallel operations in a second thread would make
+    every step take twice as long. So serving waits for one layer at a time, and never for all of them.
+    """
+
+    def __init__(self, served: ServedWeights) -> None:
+        self._served = served
+        self._made: dict[str, Gemm | None] = {}  # by parameter; None: its layer keeps no copy
+
+    def make(
+        self, names: Iterable[str], view: Callable[[str], Tensor], is_cancelled: Callable[[], bool]
+    ) -> None:
+        """Pack parameters that have not been packed yet.
+
+        What cannot be packed now, for lack of memory, is left to the commit, which frees the old copy first.
+
+        Args:
+            names: of the parameters.
+            view: returns the new values of one; they must stay as they are.
+            is_cancelled: whether the rest is not wanted any more.
+        """
+        pack = self._served.pack
+        if pack is None:
+            return
+        new = [name for name in names if name not in self._made]
+        needed, free = sum(view(name).nbytes for name in new), free_cpu_memory()
+        if needed > free:
+            logger.info(
+                "the weights are packed in the pause of their commit: packing them before would take %s, and "
+                "%s is free",
+                *(gib(needed), gib(free)),
+            )
+            return
+        for name in new:
+            if is_cancelled():
+                return
+            # An error on the stream of the steps would make all later steps fail.
+            made = self._served.submit(partial(_result_or_error, partial(pack, name, view(name)))).result()
+            if isinstance(made, Exception):
+                logger.warning("weights are packed in the pause of their commit, not before (%s)", made)
+                return
+            self._made[name] = made
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget the copies of parameters whose values change again."""
+        for name in names:
+            self._made.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._made.clear()
+
+    def take(self, names: Collection[str]) -> dict[str, Gemm]:
+        """Return the copies of these parameters, as far as they are made, and forget all."""
+        made, self._made = self._made, {}
+        return {name: gemm for name, gemm in made.items() if gemm is not None and name in names}
+
+
+def _result_or_error(work: Callable[[], Gemm | None]) -> Gemm | Exception | None:
+    try:
+        return work()
+    except Exception as error:
+        return error

@@ -1,0 +1,146 @@
+"""New weights are packed for the layers before the pause of their commit, and not in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from segue.layers import blocks
+from segue.layers.blocks import Linear
+from segue.messages.weight_update import AdoptGeneration, Commit, Discard, FetchGeneration, Load, Take
+from segue.weight_update import packing
+from tests.checkpoint import tiny
+from tests.weight_update.test_rank import QKV, assert_same, checkpoint
+from tests.weight_update.updating import Rank, rank_of
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    with rank_of(checkpoint("llama-tied", tmp_path / "old", 0)[0]) as rank:
+        yield rank
+
+
+def noted(monkeypatch: Patch, before: Callable[[], None] = lambda: None) -> list[str]:
+    """Return the names of the threads that pack from now on, one per weight."""
+    pack, threads = blocks.pack, list[str]()
+
+    def note(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        before()
+        return pack(*args, **options)
+
+    monkeypatch.setattr(blocks, "pack", note)
+    return threads
+
+
+def num_layers(rank: Rank) -> int:
+    return sum(isinstance(module, Linear) for module in rank.model.modules())
+
+
+def test_a_commit_swaps_what_was_packed_before_between_two_steps(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    threads, queued, submit = noted(monkeypatch), [0], rank.served.submit
+
+    def counted(work: Any) -> Any:
+        queued[0] += 1
+        return submit(work)
+
+    object.__setattr__(rank.served, "submit", counted)
+    rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    assert len(threads) == num_layers(rank), "the head, which is tied to the embedding, is one of them"
+    assert {name.partition("_")[0] for name in threads} == {"segue-stream"}, "where steps run"
+    assert queued[0] >= len(threads), "steps may run between any two layers"
+    threads.clear()
+    rank.do(Commit, session=1)
+    assert not threads
+    assert_same(rank, new)
+
+
+def test_without_memory_for_second_copies_the_commit_packs(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    threads = noted(monkeypatch)
+    monkeypatch.setattr(packing, "free_cpu_memory", lambda: 1000)
+    with caplog.at_level("INFO"):
+        rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    assert not threads and "packed in the pause of their commit" in caplog.text
+    rank.do(Commit, session=1)
+    assert len(threads) == num_layers(rank)
+    assert_same(rank, new)
+
+
+def test_an_error_before_the_commit_leaves_the_rest_to_it(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    fails = iter([False, False, True])
+
+    def before() -> None:
+        if next(fails, False):
+            raise RuntimeError("no memory")
+
+    threads = noted(monkeypatch, before)
+    rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    assert len(threads) == 3
+    rank.do(Commit, session=1)
+    assert len(threads) == 3 + num_layers(rank) - 2
+    assert_same(rank, new)
+
+
+def test_what_is_staged_again_is_packed_again(rank: Rank, tmp_path: Path, monkeypatch: Patch) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    threads = noted(monkeypatch)
+    name = QKV.format("q")
+    values = torch.randn(rank.served.weight_map.shapes[name]).to(torch.bfloat16)
+    rank.do(Take, session=1, payload=save({name: values}), copy=True)
+    assert len(threads) == 1
+    rank.do(Commit, session=1)
+    assert len(threads) == 1
+    layer = rank.model.get_submodule("layers.0.attn.qkv")
+    assert torch.equal(layer.weight[: len(values)], values)
+    x = torch.randn(3, values.shape[1]).to(torch.bfloat16)
+    assert torch.equal(layer(x), blocks.pack(layer.weight)(x, layer.bias))
+
+
+def test_an_engine_that_follows_packs_before_it_adopts(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    arena, served = tiny.load(new, dtype=torch.bfloat16)[1], rank.served.arena
+
+    def adopt() -> None:
+        for mine, theirs in zip(served.slabs, arena.slabs, strict=True):
+            mine.copy_(theirs)
+
+    fetched = SimpleNamespace(
+        arena=arena, parameters=set(arena.layout.table), adopt=adopt, release=lambda: None
+    )
+    shared: Any = SimpleNamespace(fetch=lambda number: fetched, number=2, name="2")
+    monkeypatch.setattr(rank.served.memory, "generations", shared)
+    threads = noted(monkeypatch)
+    rank.do(FetchGeneration, generation=2)
+    assert len(threads) == num_layers(rank)
+    threads.clear()
+    assert rank.do(AdoptGeneration)["generation"] == (2, "2")
+    assert not threads
+    assert_same(rank, new)
+
+
+def test_a_discarded_session_leaves_the_served_copies(rank: Rank, tmp_path: Path) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    rank.do(Discard, session=1)
+    assert_same(rank, tmp_path / "old")
