@@ -26,6 +26,23 @@ POLL_S = 0.02  # between two looks whether the running requests have ended
 REPLIES_S = 0.3  # for the ends of requests to be written to their clients, when another engine takes over
 
 
+def check_server_options(config: EngineConfig) -> None:
+    """Refuse options of the server that contradict each other.
+
+    Raises:
+        ConfigError: the system port is the API's, or a failover directory is given without shadow mode.
+    """
+    if config.probed_port and config.probed_port == config.port:
+        text = f"system_port={config.probed_port}: the API has this port (--port)"
+        raise ConfigError(f"{text}; choose another with --system-port", param="system_port")
+    if config.failover_dir is not None and not config.shadow_mode:
+        raise ConfigError(
+            f"failover_dir={config.failover_dir!r}: without --shadow-mode an engine takes no lock, so that "
+            "several would serve at once; add --shadow-mode, or leave --failover-dir out",
+            param="failover_dir",
+        )
+
+
 async def serve(
     config: EngineConfig,
     listener: socket.socket,
@@ -45,15 +62,7 @@ async def serve(
         ConfigError: the system port is the API's, or a failover directory is given without shadow mode.
         SegueError: the port was taken meanwhile, or the engine cannot start or cannot wake.
     """
-    if config.probed_port and config.probed_port == config.port:
-        text = f"system_port={config.probed_port}: the API has this port (--port)"
-        raise ConfigError(f"{text}; choose another with --system-port", param="system_port")
-    if config.failover_dir is not None and not config.shadow_mode:
-        raise ConfigError(
-            f"failover_dir={config.failover_dir!r}: without --shadow-mode an engine takes no lock, so that "
-            "several would serve at once; add --shadow-mode, or leave --failover-dir out",
-            param="failover_dir",
-        )
+    check_server_options(config)
     membership = CohortMember(config) if config.shadow_mode else None
     raise_descriptor_limit()
     listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")
