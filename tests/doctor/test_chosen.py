@@ -61,7 +61,7 @@ def test_on_a_gpu_the_reasons_are_those_of_the_measured_table(h200: None) -> Non
     assert setting in found["attention backend"].why
     assert "segue[fa3]" in found["not used: fa3"].value or registry.FA3.is_installed
     assert found["CUDA graphs"].value == "yes"
-    assert "100.00 GiB free on the device" in found["--memory-ratio"].value
+    assert "100.00 GiB that are free on the device" in found["--memory-ratio"].value
 
 
 def test_the_bundled_model_is_not_fetched_for_it(tmp_path: Path) -> None:

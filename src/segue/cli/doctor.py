@@ -19,6 +19,7 @@ from segue.config import EngineConfig
 from segue.doctor.checkup import check_up
 from segue.doctor.findings import START, Checkup, Finding, Section
 
+WIDTH = 120  # columns if the output is no terminal
 _MARKS = {"ok": "[green]✓[/green]", "missing": "[yellow]-[/yellow]", "failed": "[red]✗[/red]"}
 
 
@@ -36,7 +37,8 @@ def doctor(
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
-        Console(highlight=False).print(report(found))
+        console = Console(highlight=False)
+        (console if console.is_terminal else Console(highlight=False, width=WIDTH)).print(report(found))
     if not found.can_serve:
         raise typer.Exit(1)
 

@@ -144,10 +144,10 @@ def _memory(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, 
     free = free_cpu_memory() if on_cpu else torch.cuda.mem_get_info(resolved.device)[0]
     demand = least_demand(config, resolved, model, tp, free)
     budget = plan_pages(demand, config.num_kv_tokens)
-    where = "the memory" if on_cpu else "the device"
+    where = "this host" if on_cpu else "the device"
     return Finding(
         name="--memory-ratio",
-        value=f"{config.memory_ratio} of {gib(free)} free on {where}; weights of one rank: "
+        value=f"{config.memory_ratio} of the {gib(free)} that are free on {where}; weights of one rank: "
         f"{gib(demand.arena_bytes)}; KV: at most {budget.num_pages * resolved.page_size} tokens",
         why=f"the number of KV tokens is limited by {budget.limited_by}",
     )

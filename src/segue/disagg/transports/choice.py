@@ -76,5 +76,5 @@ def kinds_to_withhold(
         elif choice == "auto" and not traits.one_host:
             needs = [*([] if has_nixl else [NIXL.remedy]), *([] if has_key else ["give --pd-key"])]
             if needs:
-                refused[kind] = f"only with NIXL and a key its ports are opened: {', and '.join(needs)}"
+                refused[kind] = f"its ports are opened only with NIXL and a key: {', and '.join(needs)}"
     return refused
