@@ -34,6 +34,8 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(tmp_path: Path) 
     source = resolve(config.model, "auto", tmp_path)
     chosen = choose_start(config, source, TPInfo())
     needed = least_demand(config, chosen.resolved, source.config, TPInfo(), free_before=0)
+    assert needed.arena_bytes == weight_bytes(source.config, TPInfo(), chosen.resolved.dtype)
+    assert needed.reserve.activations > 0 == needed.reserve.graphs
     enough = round(1.2 * (needed.fixed_bytes + 8 * needed.page_bytes) / config.memory_ratio)
     for free, fits in ((enough, True), (needed.fixed_bytes, False)):
         demand = least_demand(config, chosen.resolved, source.config, TPInfo(), free_before=free)
