@@ -1,9 +1,10 @@
 """The wheel works in bare environments of each Python that Segue supports, made by pip and by uv.
 
-Where pip would take a build of torch for CUDA, which is gigabytes with its libraries, the environments have
-no torch, and everything but an engine is tried; the variable TEST_CUDA_TORCH has it installed all the same.
-uv gets no torch of its own: the environment that pip has made with the same interpreter lends its torch, by
-links and a `.pth` file.
+pip installs torch for the Python of this process alone, and only if it is a build for CPUs: pip might take
+builds for CUDA, which are gigabytes with their libraries. In the other environments everything but an
+engine is tried, unless the variable TEST_WITH_TORCH is set. uv gets no torch of its own, as it might take
+such builds: the environment that pip has made with the same interpreter lends its torch, by links and a
+`.pth` file.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
+import torch
 
 import segue
 from tests.support.child import start_child
@@ -105,7 +106,7 @@ def by_pip(
     directory = tmp_path_factory.mktemp(f"pip-{request.param}")
     run(python, "-m", "venv", directory)
     pip = [directory / "bin" / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    has_torch = "TEST_CUDA_TORCH" in os.environ or not is_for_cuda(pip)
+    has_torch = gets_torch(request.param)
     if has_torch:
         run(*pip, wheel)
     else:
@@ -114,10 +115,10 @@ def by_pip(
     return Environment(directory=directory, variables=clean(PATH="/usr/bin:/bin"), has_torch=has_torch)
 
 
-def is_for_cuda(pip: Sequence[str | Path]) -> bool:
-    """Whether pip would take a build of torch for CUDA; nothing but its metadata is fetched."""
-    report = json.loads(run(*pip, "--dry-run", "--no-deps", "--report", "-", "torch"))
-    return "+cpu" not in unquote(report["install"][0]["download_info"]["url"])
+def gets_torch(version: str) -> bool:
+    """Whether environments of this Python get torch; see above."""
+    is_own = version == "{}.{}".format(*sys.version_info)
+    return "TEST_WITH_TORCH" in os.environ or (is_own and torch.version.cuda is None)
 
 
 def needs_of(wheel: Path) -> list[str]:
