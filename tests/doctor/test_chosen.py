@@ -83,6 +83,12 @@ def test_the_bundled_model_is_not_fetched_for_it(tmp_path: Path) -> None:
             "num-kv-tokens",
         ),
         ({"failover_dir": "/tmp"}, ConfigError, "without --shadow-mode"),
+        ({"shadow_mode": True}, ConfigError, "give --failover-dir"),
+        (
+            {"shadow_mode": True, "failover_dir": "/x", "discovery": "etcd"},
+            ConfigError,
+            "the URL of the etcd",
+        ),
         ({"enable_memory_saver": True, "role": "decode"}, ConfigError, "role='both'"),
     ],
 )

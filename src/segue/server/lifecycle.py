@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from segue.config import EngineConfig, parse_endpoints
+from segue.discovery.opening import parse_backends, parse_targets
 from segue.errors import ConfigError, LockLostError, MemoryServiceLostError
 from segue.failover.life import Life
 from segue.failover.system_health import SystemHealth
@@ -15,7 +16,7 @@ from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
-from segue.server.cohort import CohortMember
+from segue.server.cohort import CohortMember, directory_of
 from segue.server.connections import raise_descriptor_limit
 from segue.server.endpoint import EngineEndpoint
 from segue.server.http_server import first_of, on_signals
@@ -30,7 +31,8 @@ def check_server_options(config: EngineConfig) -> None:
     """Refuse options of the server that contradict each other.
 
     Raises:
-        ConfigError: the system port is the API's, or a failover directory is given without shadow mode.
+        ConfigError: the system port is the API's, a failover directory is given without shadow mode or is
+            missing with it, or an option of discovery is wrong.
     """
     if config.probed_port and config.probed_port == config.port:
         text = f"system_port={config.probed_port}: the API has this port (--port)"
@@ -41,6 +43,9 @@ def check_server_options(config: EngineConfig) -> None:
             "several would serve at once; add --shadow-mode, or leave --failover-dir out",
             param="failover_dir",
         )
+    if config.shadow_mode:
+        names = parse_backends(config.discovery, "discovery")
+        parse_targets(names, config.discovery_target, directory_of(config))
 
 
 async def serve(
