@@ -32,9 +32,10 @@ from typing import Any
 
 import httpx
 
-from bench import cpu_vs_transformers, launch, report, serving, workload
-from bench.load import SLO, Clients, Lengths
+from bench import cpu_vs_transformers, launch, report, workload
 from bench.serving_cost import NUM_STREAMS, PROMPT_LEN, served_speed
+from segue.bench.load import SLO, Clients, Lengths
+from segue.bench.serving import at_rate, model_of
 
 TOLERATED = 0.02
 ORDER = ("before", "after", "before again", "before again", "after", "before")
@@ -130,7 +131,7 @@ def _serving_cost(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
         batch = workload.prompts(NUM_STREAMS, PROMPT_LEN, seed=0)
         measures: dict[str, Measure] = {}
         for side, url in urls.items():
-            model = serving.model_of(url)
+            model = model_of(url)
             served_speed(url, model, batch)  # warms up
             measures[side] = partial(_served, url, model, batch)
         yield measures
@@ -166,7 +167,7 @@ def _load(trees: dict[str, Path]) -> Iterator[dict[str, Measure]]:
     with _servers(trees) as urls, ExitStack() as stack:
         measures: dict[str, Measure] = {}
         for side, url in urls.items():
-            clients = stack.enter_context(Clients(url, serving.model_of(url), 1))
+            clients = stack.enter_context(Clients(url, model_of(url), 1))
             measures[side] = partial(_loaded, clients, LOAD_SECONDS)
             _loaded(clients, 3.0)  # warms up
         yield measures
@@ -182,9 +183,7 @@ def _loaded(clients: Clients, seconds: float) -> Figures:
     Raises:
         RuntimeError: a request failed or did not end, so the latencies say nothing.
     """
-    found = serving.at_rate(
-        clients, LOAD_RATE, seconds=seconds, lengths=LOAD, burstiness=1.0, slo=SLO(), seed=0
-    )
+    found = at_rate(clients, LOAD_RATE, seconds=seconds, lengths=LOAD, burstiness=1.0, slo=SLO(), seed=0)
     if found["failed"] or found["unfinished"]:
         raise RuntimeError(f"{found['failed']} requests failed, {found['unfinished']} did not end: {found}")
     return {

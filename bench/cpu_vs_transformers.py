@@ -22,6 +22,7 @@ import torch
 
 import segue
 from bench import report, workload
+from segue.doctor.machine import num_cores
 from tests.fixtures.make_reference import load_model
 
 Generate = Callable[[list[list[int]], int], None]
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--only", choices=("transformers", "segue"), help="measure only this engine")
     args = parser.parse_args()
-    torch.set_num_threads(report.num_cores())
+    torch.set_num_threads(num_cores())
     sides = {} if args.only == "segue" else transformers_sides(workload.bundled_model())
     if args.only == "transformers":
         found = measure_all(sides, args.repetitions)

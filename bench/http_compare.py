@@ -23,8 +23,9 @@ import httpx
 
 from bench import launch, report, serving
 from bench.intrusion import Intrusion
-from bench.load import SLO, Clients, Lengths
 from bench.model_dir import with_tokenizer
+from segue.bench.load import SLO, Clients, Lengths
+from segue.bench.serving import COLUMNS, TITLE, at_rate, model_of, row, saturated
 
 SHARES = (0.5, 0.8)  # of the rate at saturation
 _OPEN = tuple(f"{share:.0%}" for share in SHARES)
@@ -63,7 +64,7 @@ class Comparison:
                 launch.running(words, url, start_timeout=args.start_timeout, log=log)
             )
             print(f"{name}: ready in {side['ready_s']:.1f} s", flush=True)
-            model = serving.model_of(url)
+            model = model_of(url)
             side["version"] = _version(url)
             clients = stack.enter_context(Clients(url, model, args.processes))
             clocks = stack.enter_context(report.Clocks())
@@ -80,7 +81,7 @@ class Comparison:
 
     def _saturate(self, clients: Clients, seconds: float, *, seed: int) -> dict[str, Any]:
         """Keep CONCURRENCY requests running for `seconds`; the rate they reach is the server's capacity."""
-        return serving.saturated(
+        return saturated(
             clients,
             CONCURRENCY,
             seconds=seconds,
@@ -96,7 +97,7 @@ class Comparison:
         The capacity is `--saturation`, else the first side's, so that both servers get the same load.
         """
         args, first = self._args, next(iter(self.sides.values()))
-        return serving.at_rate(
+        return at_rate(
             clients,
             share * (args.saturation or first["loads"]["saturated"]["rate"]),
             seconds=args.load_seconds,
@@ -169,11 +170,9 @@ def bars(ours: Side, theirs: Side) -> list[tuple[str, float, float]]:
 def show(sides: dict[str, Side]) -> None:
     """Print the loads and the long prompts."""
     rows = [
-        serving.row(f"{name} {part}", load)
-        for name, side in sides.items()
-        for part, load in side["loads"].items()
+        row(f"{name} {part}", load) for name, side in sides.items() for part, load in side["loads"].items()
     ]
-    report.show(serving.TITLE, serving.COLUMNS, rows)
+    report.show(TITLE, COLUMNS, rows)
     for name, side in sides.items():
         if scene := side.get("long_prompt"):
             worst = ", ".join(f"{1e3 * gap:.1f}" for gap in scene["worst_gap_s"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench.client import Client, Job, StreamingRequest, clock
+from segue.bench.client import Client, Job, StreamingRequest, clock
 
 DEADLINE_S = 60.0
 SETTLE_S = 0.5

@@ -29,8 +29,8 @@ from typing import Any
 
 from bench import plot, report
 from bench.laps_served import ARMS, CLASSES, FIRST_COME, LAPS, judged, named_command, named_url, serve
-from bench.load import LogNormal, Mixture, arrivals, percentile
 from bench.simulate import HOST_OF_H200, QWEN3_8B_H200, Arrival, Simulation, arrival, saturation
+from segue.bench.load import LogNormal, Mixture, arrivals, percentile
 from segue.laps.pick import LapsPolicy, PrefillChoice, PrefillView
 from segue.laps.window import Rate
 from segue.messages.control import EngineLimits, LapsLimits

@@ -16,9 +16,10 @@ from typing import Any
 
 from bench import report, suite
 from bench.launch import filled, free_port, running, served
-from bench.load import SLO, Clients, Mixture
 from bench.model_dir import with_tokenizer
-from bench.serving import PATIENCE_S, WARM_UP, base_url, model_of
+from bench.serving import base_url
+from segue.bench.load import SLO, Clients, Mixture
+from segue.bench.serving import PATIENCE_S, WARM_UP, model_of
 
 FIRST_COME, LAPS = "first come", "laps"
 CLASSES = ("short", "long")

@@ -29,6 +29,7 @@ import torch
 from bench import report, roofline, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
 from segue import Engine
+from segue.bench.offline import Batch, generate
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError
@@ -58,13 +59,10 @@ class Adapter:
 
     def __call__(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[int]:
         """Run a batch with EOS ignored, and return the number of output tokens of each request."""
-        params = [
-            {"temperature": temperature, "max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed}
-            for seed, count in enumerate(max_tokens)
-        ]
         watched = sum(max_tokens) > LONG and not self.clocks.seen
         with self.clocks if watched else contextlib.nullcontext():
-            replies = self._engine.generate(input_ids=prompts, sampling_params=params)
+            batch = Batch(prompts=prompts, max_tokens=max_tokens, temperature=temperature)
+            replies = generate(self._engine, batch)
         self.calls[f"{len(prompts)} x {max(map(len, prompts))} + {max(max_tokens)}"] = [
             Produced(prompt=prompt, output=reply["output_ids"], temperature=temperature, seed=seed)
             for seed, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))

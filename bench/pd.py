@@ -35,13 +35,14 @@ import httpx
 import torch
 
 from bench import pd_against_two, pd_timeline, plot, report
-from bench.client import Client, Job, StreamingRequest
 from bench.model_dir import with_tokenizer
 from bench.pd_pair import EnginePair, HandedOver, draw, hand_over, started
 from bench.pd_pushes import MIB, pushes, shape_of_model
-from bench.serving import model_of
+from segue.bench.client import Client, Job, StreamingRequest
+from segue.bench.serving import model_of
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
+from segue.doctor.machine import num_cores
 
 STREAM_TOKENS = 3000  # of each stream on the decode engine, which is given up before it ends
 PHASE_S = 3.0  # of streams alone, and of streams beside handovers
@@ -237,7 +238,7 @@ def main() -> int:
         was_adopted = not counted["recomputed"] and not counted["failed"]
         if was_adopted:
             path = report.RESULTS / f"{'gpu_' if on_gpu else ''}pd_timeline.svg"
-            where = f"{given.gpus} GPUs" if on_gpu else f"{report.num_cores()} CPU cores"
+            where = f"{given.gpus} GPUs" if on_gpu else f"{num_cores()} CPU cores"
             drawn = picture(pair, PICTURED[on_gpu], path, f"{source.name} on {where}")
     found["handover"] = {name: counted[name] for name in ("num_adopted", "recomputed", "failed", "num_pages")}
     found["bars"] = figures = judged(found)

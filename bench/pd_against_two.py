@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 
 from bench import report
-from bench.load import SLO, Clients, Lengths, LogNormal, Mixture
 from bench.pd_pair import EnginePair, ServerCommand, handover_of, servers, started
-from bench.serving import PATIENCE_S, WARM_UP, model_of
+from segue.bench.load import SLO, Clients, Lengths, LogNormal, Mixture
+from segue.bench.serving import PATIENCE_S, WARM_UP, model_of
 
 TWO, PAIR = "two engines", "prefill + decode"
 BAR = 0.5  # p99 of the time between tokens, of the pair by that of two engines

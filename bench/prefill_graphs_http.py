@@ -30,9 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench import report, suite
 from bench.launch import served
-from bench.load import SLO, Clients, LogNormal, Mixture, Run
 from bench.model_dir import with_tokenizer
-from bench.serving import WARM_UP, model_of
+from segue.bench.load import SLO, Clients, LogNormal, Mixture, Run
+from segue.bench.serving import WARM_UP, model_of
 
 MODES: dict[str, list[str]] = {
     "ragged": [],

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from segue.bench.circumstances import circumstances as circumstances_of_this_machine
 
 RESULTS = Path(__file__).with_name("results")
 WIDTH = 140  # columns of a table if the output is no terminal
@@ -31,21 +29,12 @@ def circumstances() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=RESULTS.parent, capture_output=True, text=True
     )
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    found = circumstances_of_this_machine()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": found.pop("date"),
         "commit": os.environ.get("BENCH_COMMIT") or commit.stdout.strip(),
-        "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
-        "cores": num_cores(),
-        **_device(),
-        "python": platform.python_version(),
-        **_versions("torch", "transformers", "triton", "tokenspeed-fa3"),
+        **found,
     }
-
-
-def _device() -> dict[str, str]:
-    found = _query("name,driver_version").partition(", ")
-    return {"device": found[0], "driver": found[2]} if found[2] else {}
 
 
 class Clocks:
@@ -76,28 +65,8 @@ class Clocks:
             self.seen = {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
 
 
-def _query(fields: str) -> str:
-    if not shutil.which("nvidia-smi"):
-        return ""
-    return subprocess.run(_smi(fields), capture_output=True, text=True).stdout.strip()
-
-
 def _smi(fields: str) -> list[str]:
     return ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-
-
-def _versions(*names: str) -> dict[str, str]:
-    """Return the version of each of these packages that is installed."""
-    found = {}
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:

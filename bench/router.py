@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import report
-from bench.load import percentile
 from bench.router_bars import MANY_CORES, bars, figures, holds, limited_by
 from bench.router_fleet import Fleet, busy_s, cpu_s, fleet, num_descriptors, num_held, rss_mib, stats
 from bench.stream_clients import Streamed, clock, leave, probe, stream
+from segue.bench.load import percentile
+from segue.doctor.machine import num_cores
 
 # Clients that leave: how many at once, and the seconds within which each of them leaves.
 STORM, LEISURE = (200, 0.05), (40, 0.2)
@@ -136,7 +137,7 @@ def streamed(
         "events_per_s": num_events / window_s,
         "router_cpu": router / window_s,  # all processes of the router together, in cores
         "busiest_router_cpu": max(used) / window_s,
-        "machine_cpu": busy / window_s / report.num_cores(),  # share of all cores, other work included
+        "machine_cpu": busy / window_s / num_cores(),  # share of all cores, other work included
         "us_per_event": 1e6 * router / max(1, num_events),
         "transit_p50_ms": 1e3 * percentile(transit, 0.5),
         "transit_p99_ms": 1e3 * percentile(transit, 0.99),
@@ -248,7 +249,7 @@ def main() -> int:
     parser.add_argument("--name", default="router", help="of the file of results")
     parser.add_argument("--processes", type=int, default=1, help="of the router")
     args = parser.parse_args()
-    cores = report.num_cores()
+    cores = num_cores()
     if cores >= MANY_CORES:
         size = Size(levels=(10_000, 20_000, 25_000, 30_000, 35_000, 40_000, 50_000), load=15_000)
     else:

@@ -17,92 +17,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from bench import intrusion, plot, report
-from bench.client import Client
 from bench.intrusion import Intrusion
-from bench.load import SLO, Clients, Lengths
-
-WARM_UP = 0.15  # share of a load's time, at its begin, that does not count
-PATIENCE_S = 10.0  # after the last arrival, until unfinished requests are given up
-
-
-def model_of(url: str) -> str:
-    """Return the name of the model that the server at `url` serves."""
-    name: str = httpx.get(f"{url}/v1/models", timeout=10).raise_for_status().json()["data"][0]["id"]
-    return name
-
-
-def at_rate(
-    clients: Clients, rate: float, *, seconds: float, lengths: Lengths, burstiness: float, slo: SLO, seed: int
-) -> dict[str, Any]:
-    """Run one load of `rate` requests per second, and return its summary."""
-    run = clients.open_loop(
-        rate, seconds, lengths=lengths, burstiness=burstiness, seed=seed, patience=PATIENCE_S
-    )
-    return {"rate": rate, **run.summary(since=WARM_UP * seconds, until=seconds, slo=slo)}
-
-
-def saturated(
-    clients: Clients,
-    concurrency: int,
-    *,
-    seconds: float,
-    lengths: Lengths,
-    slo: SLO,
-    max_requests: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Saturate the server with `concurrency` requests at any time; `rate` is its requests per second."""
-    run = clients.closed_loop(concurrency, seconds, lengths=lengths, max_requests=max_requests, seed=seed)
-    found = run.summary(since=0.3 * seconds, until=seconds, slo=slo)
-    rate = found["events_per_s"] * found["tokens_per_event"] / lengths.mean_output
-    return {"concurrency": concurrency, "rate": rate, **found}
+from segue.bench import client
+from segue.bench.client import Client
+from segue.bench.load import SLO, Clients, Lengths
+from segue.bench.serving import COLUMNS, TITLE, at_rate, model_of, row
 
 
 def long_prompt(url: str, model: str, scene: Intrusion) -> dict[str, Any]:
     """Measure the gaps of decoding streams at a long prompt."""
     return asyncio.run(intrusion.measure(Client(url, model), scene))
-
-
-TITLE = "ms; good: kept the SLO; late: sent after it was due; client: CPU of the busiest process"
-COLUMNS = (
-    "",
-    "req/s",
-    "TTFT p50",
-    "p99",
-    "gap p50",
-    "p99",
-    "max",
-    "end p50",
-    "p99",
-    "good",
-    "unfinished",
-    "failed",
-    "late p99",
-    "client",
-)
-
-
-def row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return one line of the table, in milliseconds."""
-
-    def ms(kind: str, *which: str) -> list[str]:
-        return [f"{1e3 * found[kind][each]:.1f}" for each in which]
-
-    return [
-        name,
-        f"{found['rate']:.1f}",
-        *ms("ttft_s", "p50", "p99"),
-        *ms("gap_s", "p50", "p99", "max"),
-        *ms("end_s", "p50", "p99"),
-        f"{found['good_share']:.0%}",
-        str(found["unfinished"]),
-        str(found["failed"]),
-        f"{1e3 * found['send_lag_p99_s']:.1f}",
-        f"{found['client_cpu']:.0%}",
-    ]
 
 
 def draw(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -129,12 +54,10 @@ def positive(text: str) -> float:
 
 def base_url(text: str) -> str:
     """Parse a server's URL, for argparse, and remove the path /v1."""
-    url = text.rstrip("/").removesuffix("/v1")
     try:
-        Client(url, "")
+        return client.base_url(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return url
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from bench.load import Mixture
+from segue.bench.load import Mixture
 from segue.config import EngineConfig
 from segue.laps.cost import Coefficients, seconds_of
 from segue.messages.control import EngineLimits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,32 @@ def test_every_test_file_is_named_for_what_it_tests() -> None:
         if not (name in modules | whole or any(name.startswith(f"{module}_") for module in modules)):
             unnamed.append(str(path.relative_to(ROOT)))
     assert [name for name in unnamed if name != "tests/bench/test_readme_figures.py"] == []
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """The README is also the description of the package on an index, where only absolute links work.
+
+    The project has no public address yet. Once it has one, that is named in one place, [project.urls] of
+    pyproject.toml, and the links must begin with it.
+    """
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    source = urls.get("Source", "").rstrip("/")
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text()):
+        place, _, anchor = link.partition("#")
+        if source:
+            found = re.fullmatch(rf"{re.escape(source)}/(?:blob|raw)/[^/]+/(.+)", place)
+            place = found[1] if found else "the link is not absolute"
+        path = ROOT / place if place else ROOT / "README.md"
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a page of Markdown has by its headings, as they are shown on the web."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def prose() -> Iterator[Path]:

@@ -519,6 +519,19 @@ class EngineConfig(Options):
         return self.shadow_mode and self.role == "both" and not self.enable_laps_scheduler
 
     @property
+    def why_kv_is_private(self) -> str:
+        """Why the KV cache cannot be the memory service's, with the remedy behind a semicolon; "": it can."""
+        if not self.shares_weights:
+            return "no memory service has the weights; give --gms-dir, without --gms-mode off"
+        if not self.shadow_mode:
+            return "only engines that stand by for each other get its memory; give --shadow-mode"
+        if self.role != "both":
+            return f"other engines map the KV cache of one with role={self.role!r}; use --role both"
+        if self.enable_laps_scheduler:
+            return "enable_laps_scheduler=True times steps at the start, which write to the KV cache; use one"
+        return ""
+
+    @property
     def probed_port(self) -> int | None:
         """The system port; None: there is none."""
         return SYSTEM_PORT if self.system_port is None and self.shadow_mode else self.system_port

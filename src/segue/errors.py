@@ -87,6 +87,10 @@ class EngineStartError(SegueError, status=503, code="engine_not_ready"):
     """A worker process ended before the engine was ready."""
 
 
+class BenchmarkError(SegueError):
+    """A benchmark cannot be run: the server cannot be reached, or does not serve what is asked of it."""
+
+
 class InvalidRequestError(SegueError, status=400, type="invalid_request_error", code="invalid_value"):
     """A field of the request is wrong in type or range, or does not go with another field."""
 

@@ -20,6 +20,9 @@ from segue.attention.registry import (
     unsupported_reasons,
 )
 from segue.errors import ConfigError
+from segue.extras import Extra
+
+MORE = Extra(name="more", modules=("no_such_module",), purpose="more")
 
 
 def setting(
@@ -44,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     entries = [
         entry("plain", Capabilities(**anything, graphs=True)),
         entry("quick", Capabilities(**anything, architectures=((9, 0),))),
-        entry("elsewhere", Capabilities(**anything, package=("no_such_module", "more"))),
+        entry("elsewhere", Capabilities(**anything, package=("no_such_module", MORE))),
     ]
     monkeypatch.setattr(registry, "_BACKENDS", {each.name: each for each in entries})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -69,6 +72,11 @@ def test_auto_takes_the_fastest_measured_backend_for_each_half_and_size(cuda, tm
     assert [(most, entry.name) for most, entry in selection.prefill] == [(64, "plain"), (1024, "quick")]
     assert selection.name == "quick (plain up to 64 tokens),plain"
     assert not selection.graphs
+    assert selection.why == (
+        "plain is the fastest that can be used, as measured on compute capability 9.0 with heads of 64 and "
+        "pages of 16 tokens; quick is the fastest that can be used, as measured on compute capability 9.0 "
+        "with heads of 64 and pages of 16 tokens"
+    )
     assert select("quick,auto", setting("cuda")).name == "quick,plain"
     cuda.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert select("auto", setting("cuda")).name == "plain"
@@ -77,7 +85,16 @@ def test_auto_takes_the_fastest_measured_backend_for_each_half_and_size(cuda, tm
 def test_auto_takes_the_first_supported_backend_where_nothing_was_measured(cuda, tmp_path) -> None:
     halves = {"prefill": {"64": ["quick"]}, "decode": ["quick"]}
     measured(cuda, tmp_path, {"9.0": {"128": {"16": halves}}, "8.0": {"64": {"16": halves}}})
-    assert select("auto", setting("cuda")).name == "plain"
+    selection = select("auto", setting("cuda"))
+    assert selection.name == "plain"
+    assert selection.why == "plain is the first in the order of preference that runs on cuda"
+
+
+def test_each_backend_has_its_reasons_against_a_setting(cuda) -> None:
+    cuda.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    found = registry.verdicts(setting("cuda"))
+    assert list(found) == ["plain", "quick", "elsewhere"] and found["plain"] == []
+    assert "compute capability (8, 0)" in found["quick"][0] and "segue[more]" in found["elsewhere"][0]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
@@ -138,6 +155,7 @@ def test_prefill_and_decode_backends_are_selected_separately(cuda) -> None:
     assert (selection.name, selection.graphs) == ("quick,plain", False)
     assert select("plain,plain", setting("cuda")).name == select("plain", setting("cuda")).name == "plain"
     assert select("plain", setting("cuda")).graphs
+    assert select("plain", setting("cuda")).why == "--attention-backend names it"
 
 
 def test_a_third_name_is_refused() -> None:
@@ -176,7 +194,7 @@ def test_the_error_for_an_unsupported_setting_names_it(device: str, dtype: torch
         ({"head_dims": (128,)}, "head size 64"),
         ({"max_group_size": 2}, "3 query heads"),
         ({"architectures": ((10, 0),)}, "compute capability (9, 0)"),
-        ({"package": ("no_such_module", "more")}, "segue[more]"),
+        ({"package": ("no_such_module", MORE)}, "segue[more]"),
     ],
 )
 def test_every_limit_is_checked(cuda, limits: dict[str, object], word: str) -> None:

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from bench.client import Client, Job, _read, clock
 from bench.launch import free_port
-from bench.load import Lengths
+from segue.bench.client import Client, Job, _read, clock
+from segue.bench.load import Lengths
 from tests.server.live import LiveServer
 from tests.support.tiny_model import write_model
 
@@ -144,8 +144,8 @@ def test_a_prompt_may_be_text(server):
 
 
 def test_another_scheme_is_refused():
-    with pytest.raises(ValueError, match="must be http://host:port"):
-        Client("https://127.0.0.1:1", "m")
+    with pytest.raises(ValueError, match="must be a server's URL"):
+        Client("ftp://127.0.0.1:1", "m")
 
 
 def test_without_a_server_each_request_has_an_error():

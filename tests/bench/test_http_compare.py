@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from bench import http_compare, intrusion, launch, load, report, serving
+from bench import http_compare, intrusion, launch, report, serving
 from bench.model_dir import with_tokenizer
+from segue.bench import load
 from segue.checkpoint.source import read_json
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.tokenizer import Tokenizer
@@ -189,8 +190,8 @@ def test_a_running_server_is_measured_from_the_command_line(tmp_path, results, m
         ("http://h:1 --rate 1 --burstiness -1", "-1: must be above 0"),
         ("http://h:1 --rate 1 --prompt 20 3", "--prompt: give MIN and MAX"),
         ("http://h:1 --rate 1 --text --long-prompt 5", "cannot be combined with --text"),
-        ("https://h:1 --rate 1", "must be http://host:port"),
-        ("http://h:1/elsewhere --rate 1", "must be http://host:port"),
+        ("ftp://h:1 --rate 1", "must be a server's URL"),
+        ("http://h:1?model=x --rate 1", "must be a server's URL"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, monkeypatch, capsys):

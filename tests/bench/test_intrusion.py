@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from bench import intrusion
-from bench.client import Client
 from bench.intrusion import Intrusion, gaps_around
+from segue.bench.client import Client
 from tests.server.live import LiveServer
 from tests.support.tiny_model import write_model
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import laps, laps_served, report
-from bench.load import LogNormal, Mixture
+from segue.bench.load import LogNormal, Mixture
 from tests.server import fake_server
 from tests.server.live import LiveServer
 from tests.support.tiny_model import write_model

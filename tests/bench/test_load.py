@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from bench.client import Timeline
 from bench.launch import free_port
-from bench.load import SLO, Clients, Lengths, Mixture, Run, arrivals, keeps, percentile
+from segue.bench.client import Timeline
+from segue.bench.load import SLO, Clients, Lengths, Mixture, Run, arrivals, keeps, percentile
 
 
 @pytest.mark.parametrize("lengths", [Mixture().short, Mixture().long])

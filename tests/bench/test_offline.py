@@ -3,11 +3,15 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from bench.offline import age, engine_options
-from segue.errors import ConfigError
+from segue.bench.load import Lengths
+from segue.bench.offline import Batch, OfflineRun, measure, summary
+from segue.errors import BenchmarkError, ConfigError
+from tests.support.fake_engine import FakeEngine
 
 
 def test_options_are_parsed_as_engine_options():
@@ -33,3 +37,31 @@ def test_the_age_of_a_process_includes_its_imports():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 < float(run.stdout) < time.monotonic() - began + 0.1
     assert age() > 0
+
+
+LENGTHS = Lengths(prompt=(3, 9), output=(5, 9), max_id=90)
+
+
+def test_batches_are_drawn_anew_for_each_seed_and_alike_for_the_same():
+    one, again, other = (Batch.draw(4, LENGTHS, temperature=0.5, seed=seed) for seed in (1, 1, 2))
+    assert one == again != other
+    assert all(3 <= len(prompt) <= 9 and max(prompt) <= 90 for prompt in one.prompts)
+
+
+def test_a_batch_is_timed_and_its_progress_is_told(tiny_model):
+    batch, told = Batch.draw(6, LENGTHS, temperature=0.0, seed=1), []
+    with FakeEngine(str(tiny_model), load_format="dummy", log_level="error") as engine:
+        run = measure(engine, batch, told.append)
+        short = replace(batch, max_tokens=[*batch.max_tokens[:-1], 10_000])
+        with pytest.raises(BenchmarkError, match=r"made \d+ tokens where \d+ were asked for"):
+            measure(engine, short)
+    assert (run.requests, run.output_tokens) == (6, sum(batch.max_tokens))
+    assert run.prompt_tokens == sum(map(len, batch.prompts))
+    assert told[-1] == run.output_tokens and run.seconds > 0
+
+
+def test_the_summary_has_medians_of_rates():
+    runs = [OfflineRun(requests=2, prompt_tokens=10, output_tokens=20, seconds=s) for s in (1.0, 2.0, 4.0)]
+    found = summary(runs)
+    assert (found["output tokens/s"], found["tokens/s"], found["requests/s"]) == (10.0, 15.0, 1.0)
+    assert [each["seconds"] for each in found["runs"]] == [1.0, 2.0, 4.0]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench import pd_against_two
-from bench.load import Lengths, LogNormal, Mixture
 from bench.pd_against_two import PAIR, TWO
+from segue.bench.load import Lengths, LogNormal, Mixture
 from tests.support.tiny_model import write_model
 
 LOADS: dict[str, Lengths | Mixture] = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.launch import served
-from bench.load import Clients, LogNormal, Mixture
 from bench.model_dir import with_tokenizer
 from bench.prefill_graphs_http import Target, measure, ratios
-from bench.serving import model_of
+from segue.bench.load import Clients, LogNormal, Mixture
+from segue.bench.serving import model_of
 from tests.model_runner import tiny
 
 TINY = Mixture(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.report import num_cores
 from bench.router import alone, leaving, many_streams, streamed
 from bench.router_bars import bars, holds, limited_by, sustained
 from bench.router_fleet import Fleet, cpu_s, fleet
+from segue.doctor.machine import num_cores
 
 pytestmark = pytest.mark.alone
 TRIES = 10  # measurements of a time, at most: the machine may have other work, so the best one counts

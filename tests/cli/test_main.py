@@ -424,6 +424,9 @@ def test_every_option_of_every_command_is_in_a_group_and_has_a_variable() -> Non
         "segue trainer",
         "segue pause",
         "segue bench profile",
+        "segue bench offline",
+        "segue bench serving",
+        "segue doctor",
     }
     assert [(path, option.name) for path, option in found if not option.rich_help_panel] == []
     without = [

@@ -165,5 +165,5 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd3gw.client", None)
-    with pytest.raises(ConfigError, match=r"needs the library etcd3gw .*install segue\[etcd\]"):
+    with pytest.raises(ConfigError, match=r"needs the library etcd3gw .*install 'segue\[etcd\]'"):
         EtcdDiscovery("http://127.0.0.1:1", TTL_S)

@@ -58,7 +58,7 @@ def connected(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.
 
 
 def without_peer_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_SO_PEERPIDFD", 12345)  # as before Linux 6.5: the option is not known
+    monkeypatch.setattr(shared, "SO_PEERPIDFD", 12345)  # as before Linux 6.5: the option is not known
 
 
 def with_peer_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,29 @@ def test_options_of_the_user_have_priority(no_cuda):
     assert resolved.dtype == torch.float16
 
 
+@pytest.mark.parametrize(
+    ("case", "option", "reason"),
+    [
+        ({}, "device", "torch sees no CUDA device"),
+        ({"device": "cpu"}, "device", "--device names it"),
+        ({}, "page_size", "the default on cpu"),
+        ({"page_size": 16}, "page_size", "--page-size says so"),
+        ({"hf": {"torch_dtype": "bfloat16"}}, "dtype", "the checkpoint is bfloat16"),
+        (
+            {"hf": {"torch_dtype": "float32"}},
+            "dtype",
+            "bfloat16 is precise enough for a checkpoint in float32",
+        ),
+        ({"gguf": True}, "dtype", "bfloat16 is precise enough for the quantised values of a GGUF file"),
+        ({"dtype": "float32"}, "dtype", "--dtype names it"),
+        ({"max_model_len": 20}, "max_model_len", "--max-model-len says so"),
+        ({"max_model_len": 20}, "chunked_prefill_size", "16 requests of 20 tokens never need more"),
+    ],
+)
+def test_each_value_has_a_reason(no_cuda, case, option, reason):
+    assert _resolve_config(**case).reasons[option] == reason
+
+
 def test_device_cpu_is_used_although_there_is_cuda(cuda):
     assert _resolve_config(device="cpu").device.type == "cpu"
 

@@ -34,7 +34,7 @@ from segue.memory.vmm import Slab
 from segue.model_runner import service_kv, service_memory
 from segue.model_runner.service_kv import ServiceKVMemory
 from segue.model_runner.service_memory import ServiceMemory
-from segue.model_runner.service_start import kv_memory, make_service_memory
+from segue.model_runner.service_start import choose_kv_owner, kv_memory, make_service_memory
 from tests.gms import running as gms
 from tests.gms.kv_engine import kv_engines
 from tests.gms.serving import SlowVMM, serving
@@ -359,6 +359,8 @@ def test_a_lost_answer_is_asked_for_again(
 def test_whose_the_kv_cache_is(options: dict[str, Any], device: str, kind: type) -> None:
     config = EngineConfig.create({}, gms_dir="/run/gms", **options)
     assert type(kv_memory(config, torch.device(device))) is kind
+    owner, why = choose_kv_owner(config, device.partition(":")[0])
+    assert owner == ("gms" if kind is ServiceKVMemory else "private") and why
 
 
 def test_what_an_engine_has_left_in_the_kv_cache_reaches_no_output(directory: Path, tmp_path: Path) -> None:

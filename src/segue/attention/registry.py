@@ -21,6 +21,7 @@ from torch import Tensor
 
 from segue.attention.base import AttentionBackend, AttentionShape, Context, PagedBackend
 from segue.errors import ConfigError
+from segue.extras import FA3, Extra
 from segue.kvcache.pool import KVPool
 
 # Rankings of backends, fastest first, by compute capability ("9.0"), head size, page size and half, and for
@@ -43,7 +44,7 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group_size: int | None = None  # query heads per key-value head
     architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
-    package: tuple[str, str] | None = None  # required module, and the extra that installs it
+    package: tuple[str, Extra] | None = None  # required module, and the extra that installs it
     graphs: bool = False  # whether its steps can be captured in CUDA graphs
     deterministic: bool = False  # batch-invariant: neither batching nor chunking changes a query's bits
 
@@ -104,6 +105,7 @@ class Selection:
 
     prefill: tuple[tuple[int, BackendEntry], ...]  # (largest number of tokens per step, backend), ascending
     decode: BackendEntry
+    why: str = ""  # these were selected: one clause, or several where the halves have different reasons
 
     @property
     def name(self) -> str:
@@ -153,9 +155,19 @@ def names() -> list[str]:
     return list(_BACKENDS)
 
 
+def devices_of(name: str) -> tuple[str, ...]:
+    """Returns the types of devices that a backend runs on."""
+    return _BACKENDS[name].capabilities.devices
+
+
 def supported_backends(setting: Setting) -> list[str]:
     """Returns the names of the backends that support `setting`."""
-    return [name for name, entry in _BACKENDS.items() if not unsupported_reasons(entry.capabilities, setting)]
+    return [name for name, reasons in verdicts(setting).items() if not reasons]
+
+
+def verdicts(setting: Setting) -> dict[str, list[str]]:
+    """Returns for each backend, in order of preference, why it does not support `setting`; [] if it does."""
+    return {name: unsupported_reasons(entry.capabilities, setting) for name, entry in _BACKENDS.items()}
 
 
 def select(name: str, setting: Setting) -> Selection:
@@ -171,19 +183,21 @@ def select(name: str, setting: Setting) -> Selection:
         raise _refusal(f"attention backend {name!r}: name one backend, or two as 'prefill,decode'")
     measured = _measured(setting) if "auto" in halves else _NO_RANKING
     prefill: list[tuple[int, BackendEntry]] = []
+    reasons = []
     for max_tokens, ranking in measured["prefill"].items():
-        entry = _select(halves[0], ranking, setting)
+        entry, why = _select(halves[0], ranking, setting)
+        reasons.append(why)
         if prefill and prefill[-1][1] is entry:  # one entry serves both sizes, up to the larger one
             prefill.pop()
         prefill.append((int(max_tokens), entry))
-    decode = _select(halves[-1], measured["decode"], setting)
+    decode, why = _select(halves[-1], measured["decode"], setting)
     if setting.device.type == "cpu" and any(entry is not decode for _, entry in prefill):
         raise _refusal(f"attention backend {name!r}: on a CPU one backend does both halves; name one")
-    return Selection(prefill=tuple(prefill), decode=decode)
+    return Selection(prefill=tuple(prefill), decode=decode, why="; ".join(dict.fromkeys([*reasons, why])))
 
 
-def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry:
-    """Returns the backend of one half, for `name` as a user gives it.
+def _select(name: str, ranking: Sequence[str], setting: Setting) -> tuple[BackendEntry, str]:
+    """Returns the backend of one half, for `name` as a user gives it, and why it is this one.
 
     "auto" takes the first of `ranking` that supports `setting`, or else the first of all backends. Rankings
     come from a file, which may name backends that do not exist.
@@ -192,9 +206,9 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
         ConfigError: see `select`.
     """
     if name == "auto":
-        for candidate in [*ranking, *names()]:
+        for index, candidate in enumerate([*ranking, *names()]):
             if candidate in _BACKENDS and not unsupported_reasons(_BACKENDS[candidate].capabilities, setting):
-                return _BACKENDS[candidate]
+                return _BACKENDS[candidate], _why(candidate, setting, is_measured=index < len(ranking))
         raise _refusal(
             f"no attention backend runs on {setting.device.type} with {setting.dtype}, page size "
             f"{setting.page_size} and {setting.shape}; backends: {', '.join(names())}; use --device cpu"
@@ -208,7 +222,19 @@ def _select(name: str, ranking: Sequence[str], setting: Setting) -> BackendEntry
         raise _refusal(
             f"attention backend {name!r} cannot be used: {'; '.join(found)}. Choose auto or another backend"
         )
-    return _BACKENDS[name]
+    return _BACKENDS[name], "--attention-backend names it"
+
+
+def _why(name: str, setting: Setting, *, is_measured: bool) -> str:
+    """Returns why "auto" takes a backend: by its place in a ranking, or in the order of preference."""
+    if is_measured:
+        return (
+            f"{name} is the fastest that can be used, as measured on compute capability "
+            f"{capability(setting.device)} with heads of {setting.shape.head_dim} and pages of "
+            f"{setting.page_size} tokens"
+        )
+    mode = ", and is deterministic" if setting.deterministic else ""
+    return f"{name} is the first in the order of preference that runs on {setting.device.type}{mode}"
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
@@ -259,7 +285,7 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
         try:
             importlib.import_module(module)
         except (ImportError, OSError) as error:
-            reasons.append(f"{module} cannot be imported ({error}); pip install 'segue[{extra}]'")
+            reasons.append(f"{module} cannot be imported ({error}); {extra.remedy}")
     return reasons
 
 
@@ -276,7 +302,7 @@ _FA3 = Capabilities(
     dtypes=(torch.bfloat16, torch.float16),
     head_dims=tuple(range(8, 257, 8)),
     architectures=((9, 0),),
-    package=("flash_attn_3._C", "fa3"),
+    package=("flash_attn_3._C", FA3),
     graphs=True,
 )
 # In order of preference where there is no measured ranking.

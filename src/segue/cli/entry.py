@@ -7,12 +7,17 @@ import sys
 
 def main() -> None:
     """Run the command line. A SegueError is printed as one red line, and the exit code is 1."""
-    if sys.argv[1:2] == ["gms"]:
+    command, words = sys.argv[1:2], sys.argv[2:]
+    if command == ["gms"]:
         # The rest is not loaded: a probe runs `segue gms ready` every few seconds, and engines wait for a
         # service that is started again.
         from segue.cli.gms import main as gms
 
-        gms(sys.argv[2:])
+        gms(words)
+    elif command == ["doctor"]:
+        from segue.cli.doctor import main as doctor
+
+        doctor(words)
     else:
         from segue.cli.main import main as everything
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -18,23 +16,24 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
+from segue.cli.bench import bench_app
 from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.doctor import doctor
 from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.gms import gms_app
+from segue.cli.quiet import quiet
 from segue.cli.remote import Remote, control_app
 from segue.cli.reporting import errors_in_red
 from segue.cluster.config import ClusterConfig
 from segue.config import MOST_SHADOWS, SERVER_GROUPS, Device, EngineConfig, LogLevel
-from segue.errors import CacheDirectoryError, ConfigError, ModelFileError
-from segue.launch.processes import worker_environment
+from segue.errors import CacheDirectoryError, ModelFileError
 from segue.listener import bind, listen
 from segue.logs import LogFormat, configure
 from segue.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from segue.api.engine import Engine
-    from segue.bench.profile import StepProfile
     from segue.launch.runtime import Runtime
 
 app = typer.Typer(
@@ -44,10 +43,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(gms_app, name="gms")
 app.add_typer(control_app)
+app.command("doctor")(doctor)
 app.command("failover-demo")(failover_demo)
 
 
@@ -299,60 +298,6 @@ def trainer(
     run(Trainer(trained), listener, guard)
 
 
-@bench_app.command("profile")
-@with_options(EngineConfig, without=SERVER_GROUPS)
-def profile_steps(
-    config: EngineConfig,
-    steps: Annotated[
-        list[str] | None,
-        typer.Argument(help="Decode rows (32), the tokens of a prompt (p512), or both (255+p256)."),
-    ] = None,
-    context: Annotated[int, setting("context", "Tokens per decode row.", group="Profile", min=64)] = 512,
-    kernels: Annotated[int, setting("kernels", "Kernels shown per step.", group="Profile", min=1)] = 12,
-) -> None:
-    """Profile steps: each kernel's share of the time, beside the roofline of the hardware."""
-    os.environ.update(worker_environment(config.tp))  # as in a worker, before torch reads the environment
-    from segue.bench.profile import StepBench
-
-    config = _quiet(config)
-    shapes = [_parse_step(text) for text in steps or ["1", "16", "p512"]]
-    console = Console(highlight=False)
-    with console.status("Starting …"):
-        bench = StepBench(config)
-    with closing(bench):
-        for rows, prompt in shapes:
-            found = bench.decode(rows, context, prompt) if rows else bench.prefill(prompt)
-            console.print(_kernel_table(found, kernels))
-
-
-def _parse_step(text: str) -> tuple[int, int]:
-    """Return the decode rows of a step, and the tokens of its prompt; 0 for the one that it lacks.
-
-    A row is a request that decodes one token.
-    """
-    # The "+" is only between a first number and a prompt: `(?(1)…)` asks whether there is that number.
-    found = re.fullmatch(r"([1-9]\d*)?(?:(?(1)\+)p([1-9]\d*))?", text)
-    if found is None or not text:
-        raise ConfigError(
-            f"step {text!r}: give a number of decode rows (32), of prompt tokens (p512), or both (255+p256)"
-        )
-    return int(found[1] or 0), int(found[2] or 0)
-
-
-def _kernel_table(found: StepProfile, num_kernels: int) -> Table:
-    """Return the table of a profiled step: its first ``num_kernels`` kernels and their shares of the time."""
-    times = f"{found.milliseconds:.3f} ms, {found.host_milliseconds:.3f} ms on the host"
-    roofline = f"roofline {found.roofline_milliseconds:.3f} ms"
-    table = Table(title=f"{found.label}: {times}; {roofline}", title_justify="left")
-    for column in ("kernel", "calls", "µs", "share"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    total = sum(kernel.microseconds for kernel in found.kernels) or 1.0
-    for kernel in found.kernels[:num_kernels]:
-        share = f"{kernel.microseconds / total:.0%}"
-        table.add_row(escape(kernel.name[:90]), f"{kernel.calls:g}", f"{kernel.microseconds:.1f}", share)
-    return table
-
-
 @app.command()
 def models(cache_dir: CacheDir = None) -> None:
     """List the bundled model and the models converted from GGUF files, with their sizes."""
@@ -398,21 +343,13 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[Engine]:
     """Run an engine for one command; it is shut down when the ``with`` block ends."""
-    config = _quiet(config)
+    config = quiet(config)
     from segue.api.engine import Engine  # `segue router` starts 0.2 s sooner without it
 
     with Console(stderr=True).status(f"Loading {config.model or 'the bundled model'} …"):
         engine = Engine(**asdict(config))
     with engine:
         yield engine
-
-
-def _quiet(config: EngineConfig) -> EngineConfig:
-    """Set up logging for a command that prints its own results: by default, only warnings are logged."""
-    if config.log_level == "info":
-        config = replace(config, log_level="warning")
-    configure(config.log_level)
-    return config
 
 
 def _cache_dir(given: str | None) -> str:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from segue.discovery.base import RETRY_S, OnRecords, Polling
 from segue.discovery.record import EngineRecord, pack_record, unpack_record
 from segue.errors import ConfigError, DiscoveryError
+from segue.extras import ETCD
 from segue.logs import logger
 from segue.options import check_name, check_url
 
@@ -57,7 +58,7 @@ class EtcdDiscovery:
             from etcd3gw.client import Etcd3Client
             from etcd3gw.exceptions import Etcd3Exception
         except ImportError as error:
-            text = f"discovery='etcd' needs the library etcd3gw ({error}); install segue[etcd]"
+            text = f"discovery='etcd' needs the library etcd3gw ({error}); {ETCD.remedy}"
             raise ConfigError(text, param="discovery") from None
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)

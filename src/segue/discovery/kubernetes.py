@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from segue.discovery.base import RETRY_S, OnRecords, Polling
 from segue.discovery.record import EngineRecord, pack_record, unpack_record
 from segue.errors import ConfigError, DiscoveryError
+from segue.extras import KUBERNETES
 from segue.logs import logger
 from segue.options import check_name
 
@@ -63,7 +64,7 @@ class KubernetesDiscovery:
             from kubernetes_asyncio import client
         except ImportError as error:
             text = f"discovery='kubernetes' needs the library kubernetes-asyncio ({error})"
-            raise ConfigError(f"{text}; install segue[kubernetes]", param="discovery") from None
+            raise ConfigError(f"{text}; {KUBERNETES.remedy}", param="discovery") from None
         file = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
         self._is_inside = "KUBERNETES_SERVICE_HOST" in os.environ
         if not self._is_inside and not Path(file).exists():

@@ -58,6 +58,25 @@ LOADED_BYTES = 1 << 20  # that they must have read or written in order to count 
 LAST_MESSAGE_S = 0.3  # most time between a worker's exit and the arrival of its last message
 
 
+def check_options(config: EngineConfig, *, embedded: bool) -> None:
+    """Refuse options that contradict each other, whatever the model and the machine are.
+
+    Raises:
+        ConfigError: they do; the text names the options.
+    """
+    if embedded and config.tp != 1:
+        raise ConfigError(
+            f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
+        )
+    if config.enable_memory_saver and config.role != "both":
+        raise ConfigError(
+            f"enable_memory_saver=True with role={config.role!r}: other engines write to this engine's "
+            "KV cache, so it cannot be released; use role='both'",
+            param="enable_memory_saver",
+        )
+    check_shared_weights(config, embedded=embedded)
+
+
 class Runtime:
     """One running engine, made by :meth:`start`. It lives on the event loop that made it."""
 
@@ -127,17 +146,7 @@ class Runtime:
             TensorParallelError: the model cannot be split into ``tp`` shards; no worker is started.
             EngineStartError: a worker ended before it was ready.
         """
-        if embedded and config.tp != 1:
-            raise ConfigError(
-                f"tp={config.tp}: an embedded engine has one rank; use tp=1 or embedded=False", param="tp"
-            )
-        if config.enable_memory_saver and config.role != "both":
-            raise ConfigError(
-                f"enable_memory_saver=True with role={config.role!r}: other engines write to this engine's "
-                "KV cache, so it cannot be released; use role='both'",
-                param="enable_memory_saver",
-            )
-        check_shared_weights(config, embedded=embedded)
+        check_options(config, embedded=embedded)
         source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
         check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command, life=life)

@@ -45,7 +45,7 @@ def check_kv_owner(config: EngineConfig) -> None:
     Raises:
         ConfigError: the engine has no service, or needs its KV cache before it wakes.
     """
-    if reason := _why_kv_is_private(config):
+    if reason := config.why_kv_is_private:
         raise ConfigError(f"kv_owner='gms': {reason}, or leave --kv-owner out", param="kv_owner")
 
 
@@ -55,23 +55,10 @@ def check_warm_kv(config: EngineConfig) -> None:
     Raises:
         ConfigError: the KV cache does not outlive the engine, or there is no prefix cache.
     """
-    reason = _why_kv_is_private(config)
+    reason = config.why_kv_is_private
     if config.kv_owner == "private":
         reason = "the KV cache of kv_owner='private' ends with its engine; leave --kv-owner out"
     elif config.disable_prefix_cache:
         reason = "disable_prefix_cache=True leaves nothing to go on with; use one of the two options"
     if reason:
         raise ConfigError(f"warm_kv=True: {reason}, or leave --warm-kv out", param="warm_kv")
-
-
-def _why_kv_is_private(config: EngineConfig) -> str:
-    """Return why the KV cache cannot be the memory service's, with the remedy; "": it can."""
-    if not config.shares_weights:
-        return "no memory service has the weights; give --gms-dir, without --gms-mode off"
-    if not config.shadow_mode:
-        return "only engines that stand by for each other get its memory; give --shadow-mode"
-    if config.role != "both":
-        return f"other engines map the KV cache of one with role={config.role!r}; use --role both"
-    if config.enable_laps_scheduler:
-        return "enable_laps_scheduler=True times steps at the start, which write to the KV cache; use one"
-    return ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from segue.errors import SharedMemoryError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # the last: nobody adds a seal
-_SO_PEERPIDFD = 77  # Linux 6.5 and later; Python has no name for it
+SO_PEERPIDFD = 77  # Linux 6.5 and later; Python has no name for it
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _INT = array.array("i").itemsize
 
@@ -110,7 +110,7 @@ def peer_process(connection: socket.socket) -> PeerProcess:
 def _open_pidfd(connection: socket.socket, pid: int) -> int:
     """Return a pidfd of the process `pid`, which is the one at the other end of `connection`."""
     with suppress(OSError):  # the kernel is older than Linux 6.5
-        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     pidfd = os.pidfd_open(pid)
     # Another process can have got the same pid only if the first one has ended, and its socket with it.
     if is_closed(connection):

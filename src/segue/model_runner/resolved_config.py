@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +17,7 @@ from segue.logs import logger
 from segue.messages.control import LapsLimits
 from segue.models.config import ModelConfig
 from segue.models.sharding import Shard
+from segue.options import spelling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class ResolvedConfig:
     deterministic: bool  # the results of a row do not depend on the rest of its batch
     max_len: int  # tokens per sequence that the model or --max-model-len allows
     laps: LapsLimits | None  # None: LAPS is off
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a value is what it is, by option
 
     @property
     def max_step_tokens(self) -> int:
@@ -55,7 +58,9 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
         ConfigError: the device does not exist, or its kernels are not deterministic for this model.
         TensorParallelError: there are more ranks than CUDA devices, or than deterministic sums allow.
     """
-    device, dtype = _device(config, tp), _dtype(config, source)
+    reasons: dict[str, str] = {}
+    device, reasons["device"] = _device(config, tp)
+    dtype, reasons["dtype"] = _dtype(config, source)
     if config.deterministic and device.type == "cuda":
         _check_deterministic(source, tp, device, dtype)
     model_len = source.config.max_position
@@ -67,9 +72,20 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
             param="deterministic",
         )
     max_len = min(model_len, config.max_model_len or model_len)
-    max_running = config.max_running_requests or (16 if on_cpu else 256)
-    chunk = config.chunked_prefill_size or (512 if on_cpu else 8192)
+
+    def size(name: str, given: int | None, cpu: int, cuda: int) -> int:
+        """Return the value of an option that has another default on each device, and keep the reason."""
+        reasons[name] = f"the default on {device.type}" if given is None else f"{spelling(name)} says so"
+        return given or (cpu if on_cpu else cuda)
+
+    page_size = size("page_size", config.page_size, 16, 64)
+    max_running = size("max_running_requests", config.max_running_requests, 16, 256)
+    chunk = size("chunked_prefill_size", config.chunked_prefill_size, 512, 8192)
+    reasons["max_model_len"] = (
+        "the model's longest sequence" if max_len == model_len else "--max-model-len says so"
+    )
     if chunk > max_running * max_len:
+        reasons["chunked_prefill_size"] = f"{max_running} requests of {max_len} tokens never need more"
         logger.info(
             "chunked_prefill_size is %d, not %d: %d requests of %d tokens never need more",
             max_running * max_len,
@@ -80,30 +96,33 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     return ResolvedConfig(
         device=device,
         dtype=dtype,
-        page_size=config.page_size or (16 if on_cpu else 64),
+        page_size=page_size,
         max_running_requests=max_running,
         chunked_prefill_size=min(chunk, max_running * max_len),
         deterministic=config.deterministic,
         max_len=max_len,
         laps=laps_limits(config, on_cpu=on_cpu),
+        reasons=reasons,
     )
 
 
-def _device(config: EngineConfig, tp: TPInfo) -> torch.device:
-    """Return the device of this rank: the CPU, or the CUDA device with the rank's number.
+def _device(config: EngineConfig, tp: TPInfo) -> tuple[torch.device, str]:
+    """Return the device of this rank, and why: the CPU, or the CUDA device with the rank's number.
 
     With `auto` it is CUDA if torch sees a device. Raises ConfigError or TensorParallelError if none fits.
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu" or (config.device == "auto" and not has_cuda):
-        return torch.device("cpu")
+        why = "--device names it" if config.device == "cpu" else "torch sees no CUDA device"
+        return torch.device("cpu"), why
     if not has_cuda:
         raise ConfigError("device='cuda', but torch sees no CUDA device; use --device cpu", param="device")
     if tp.size > torch.cuda.device_count():
         raise TensorParallelError(
             f"tp={tp.size}, but there are {torch.cuda.device_count()} CUDA devices; lower --tp", param="tp"
         )
-    return torch.device("cuda", tp.rank)
+    why = "--device names it" if config.device == "cuda" else "torch sees a CUDA device"
+    return torch.device("cuda", tp.rank), why
 
 
 def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, dtype: torch.dtype) -> None:
@@ -135,11 +154,16 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
         )
 
 
-def _dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
-    """Return the user's dtype; with `auto`, float16 for float16 checkpoints and bfloat16 for all others."""
+def _dtype(config: EngineConfig, source: ModelSource) -> tuple[torch.dtype, str]:
+    """Return the user's dtype, and why; with `auto`, float16 for float16 checkpoints, else bfloat16."""
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
-        return dtype
-    # bfloat16 is precise enough for quantised values and for float32 checkpoints.
-    is_half = source.config.dtype == "float16" and source.gguf is None
-    return torch.float16 if is_half else torch.bfloat16
+        return dtype, "--dtype names it"
+    if source.gguf is not None:
+        return torch.bfloat16, "bfloat16 is precise enough for the quantised values of a GGUF file"
+    if source.config.dtype in ("float16", "bfloat16"):
+        return getattr(torch, source.config.dtype), f"the checkpoint is {source.config.dtype}"
+    return (
+        torch.bfloat16,
+        f"bfloat16 is precise enough for a checkpoint in {source.config.dtype or 'float32'}",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from typing import Literal
 
 import torch
 
@@ -57,10 +58,22 @@ def kv_memory(config: EngineConfig, device: torch.device) -> RankMemory:
         return SharedKVMemory(device)
     if not config.parks_kv:
         return PrivateMemory(device)
-    prefers_service = device.type == "cuda" or config.warm_kv
-    if config.kv_owner == "gms" or (config.kv_owner == "auto" and prefers_service):
+    if choose_kv_owner(config, device.type)[0] == "gms":
         return ServiceKVMemory(device)
     return PrivateMemory(device) if device.type == "cpu" else ReleasableMemory(device, parks_kv=True)
+
+
+def choose_kv_owner(config: EngineConfig, device: str) -> tuple[Literal["gms", "private"], str]:
+    """Return whose memory the KV cache of an engine that wakes is, for `--kv-owner`, and why."""
+    if reason := config.why_kv_is_private:
+        return "private", reason.partition(";")[0]
+    if config.kv_owner != "auto":
+        return config.kv_owner, "--kv-owner names it"
+    if device == "cuda":
+        return "gms", "on CUDA the next engine of the cohort gets this memory"
+    if config.warm_kv:
+        return "gms", "--warm-kv goes on with what is in it"
+    return "private", "on a CPU, memory that nobody has written to takes none"
 
 
 def identity_of(

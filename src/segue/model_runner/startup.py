@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from msgspec import structs
 
-from segue.attention import registry as attention
-from segue.attention.base import AttentionShape, PagedBackend
+from segue.attention.base import PagedBackend
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
@@ -21,14 +20,11 @@ from segue.distributed.info import TPInfo
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.laps.cost import StepTime
-from segue.layers import moe_backend
 from segue.logs import logger
 from segue.memory.budget import (
-    CPU_POOL_LIMIT,
     GRAPH_RESERVE,
     Budget,
     Demand,
-    Reserve,
     afford_graphs,
     agree_on_free,
     check_standby,
@@ -41,15 +37,16 @@ from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import EngineLimits, GraphCost
 from segue.model_runner import grid
 from segue.model_runner.batch_state import BatchState
+from segue.model_runner.demand import make_demand
+from segue.model_runner.eager import why_impossible
 from segue.model_runner.executor import StepExecutor, free_garbage
 from segue.model_runner.graphs import describe_costs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
-from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.service_start import make_service_memory
+from segue.model_runner.start_choice import choose_start
 from segue.model_runner.step_times import describe_times, time_steps
 from segue.models.decoder import build_model
-from segue.models.sharding import shard
 from segue.options import parse_sizes
 
 if TYPE_CHECKING:
@@ -93,27 +90,11 @@ class Startup:
 
     def _choose(self) -> Made:
         """Choose the device, the sizes and the backends for attention and experts; allocates nothing."""
-        config, model, tp = self.config, self.source.config, self.tp
-        sizes = shard(model, tp)  # fails before any rank waits for another one
-        self.resolved = resolved = resolve_config(config, self.source, tp)
-        self._shape = AttentionShape(
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=model.head_dim,
-            scale=model.head_dim**-0.5,
-        )
-        setting = attention.Setting(
-            shape=self._shape,
-            device=resolved.device,
-            dtype=resolved.dtype,
-            page_size=resolved.page_size,
-            deterministic=resolved.deterministic,
-        )
-        self.selection = attention.select(config.attention_backend, setting)
-        self._experts = moe_backend.select(
-            "auto", resolved.device, deterministic=resolved.deterministic and model.moe is not None
-        )
-        self._page_bytes = resolved.kv_shape(model, sizes, num_pages=0).page_bytes
+        model, tp = self.source.config, self.tp
+        chosen = choose_start(self.config, self.source, tp)  # fails before any rank waits for another one
+        self.resolved = resolved = chosen.resolved
+        self._shape, self.selection, self._experts = chosen.setting.shape, chosen.selection, chosen.experts
+        self._page_bytes = resolved.kv_shape(model, chosen.sizes, num_pages=0).page_bytes
         self._on_cpu = resolved.device.type == "cpu"
         return 0, f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
 
@@ -354,52 +335,30 @@ class Startup:
 
         It is called twice: before loading with lower bounds, to refuse early, and then with measured bytes.
         """
-        config, resolved = self.config, self.resolved
         # The maximum over the ranks, so that all ranks compute the same number of pages, or raise the same
         # error.
         gathered = self._groups.all_gather([arena_bytes, derived, activations])
         arena_bytes, derived, activations = (max(values) for values in zip(*gathered, strict=True))
-        return Demand(
+        return make_demand(
+            self.config,
+            self.resolved,
+            self.source.config,
+            ranks=self.tp.size,
             free_before=self._free_before,
-            memory_ratio=config.memory_ratio,
-            arena_bytes=arena_bytes,
-            reserve=Reserve(
-                batch_state=BatchState.num_bytes(
-                    max_running_requests=resolved.max_running_requests,
-                    max_seq_len=resolved.max_len,
-                    page_size=resolved.page_size,
-                ),
-                derived=derived,
-                activations=activations,
-                sampling=Sampler.num_bytes(resolved.max_running_requests, self.source.config.vocab_size),
-                graphs=0 if self._on_cpu or config.disable_cuda_graph else GRAPH_RESERVE,
-                staging=int(config.weight_staging_gb * 1e9),
-            ),
             page_bytes=self._page_bytes,
-            page_size=resolved.page_size,
-            max_len=resolved.max_len,
-            max_running_requests=resolved.max_running_requests,
-            local_ranks=self.tp.size if self._on_cpu else 1,
-            num_engines=1 + config.num_shadows,
-            is_arena_shared=config.shares_weights,
             parks_kv=self.memory.parks_kv,
-            pool_limit=CPU_POOL_LIMIT if self._on_cpu else None,
+            arena_bytes=arena_bytes,
+            derived=derived,
+            activations=activations,
         )
 
     def _reserve_for_graphs(self, demand: Demand) -> Demand:
         """Return the demand, without memory for graphs if none can be captured; a warning says why."""
-        reserved, slow = demand.reserve.graphs, "all steps run eagerly and launch every kernel"
+        reserved = demand.reserve.graphs
         if not reserved:
             return demand
-        if not self.selection.graphs:
-            logger.warning(
-                "attention backend %s cannot be captured in CUDA graphs: %s; choose another one with "
-                "--attention-backend",
-                self.selection.name,
-                slow,
-            )
-        elif self.source.config.moe is not None and not self._experts.graph:
-            logger.warning("MoE backend %s cannot be captured in CUDA graphs: %s", self._experts.name, slow)
+        if reason := why_impossible(self.selection, self.source.config, self._experts):
+            logger.warning("%s: all steps run eagerly and launch every kernel", reason)
         elif not afford_graphs(demand, self.config.num_kv_tokens):
             logger.warning(
                 "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "

@@ -26,6 +26,21 @@ from segue.logs import logger
 SERVICE_S = 0.5  # for the memory service to say which epoch it knows; an engine takes over without it too
 
 
+def directory_of(config: EngineConfig) -> Path:
+    """Return the failover directory of an engine that stands by.
+
+    Raises:
+        ConfigError: the options name none.
+    """
+    if config.failover_dir is None:
+        raise ConfigError(
+            "shadow_mode=True: engines that take each other's place need a directory that they share; "
+            "give --failover-dir",
+            param="failover_dir",
+        )
+    return Path(config.failover_dir)
+
+
 class CohortMember:
     """The lock of the cohort, the sign that this engine waits for it, and the record that it serves.
 
@@ -39,13 +54,7 @@ class CohortMember:
             ConfigError: the options name no directory, or one that cannot be used, or discovery cannot be
                 opened.
         """
-        if config.failover_dir is None:
-            raise ConfigError(
-                "shadow_mode=True: engines that take each other's place need a directory that they share; "
-                "give --failover-dir",
-                param="failover_dir",
-            )
-        self.directory = Path(config.failover_dir)
+        self.directory = directory_of(config)
         self.cohort = config.cohort
         self.engine_id = config.engine_id or _default_id()
         self.control_notes = ControlNotes(self.directory, self.cohort)

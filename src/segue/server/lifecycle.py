@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from segue.config import EngineConfig, parse_endpoints
+from segue.discovery.opening import parse_backends, parse_targets
 from segue.errors import ConfigError, LockLostError, MemoryServiceLostError
 from segue.failover.life import Life
 from segue.failover.system_health import SystemHealth
@@ -15,7 +16,7 @@ from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
-from segue.server.cohort import CohortMember
+from segue.server.cohort import CohortMember, directory_of
 from segue.server.connections import raise_descriptor_limit
 from segue.server.endpoint import EngineEndpoint
 from segue.server.http_server import first_of, on_signals
@@ -24,6 +25,27 @@ from segue.server.system_app import ProbedEngine, SystemServer
 
 POLL_S = 0.02  # between two looks whether the running requests have ended
 REPLIES_S = 0.3  # for the ends of requests to be written to their clients, when another engine takes over
+
+
+def check_server_options(config: EngineConfig) -> None:
+    """Refuse options of the server that contradict each other.
+
+    Raises:
+        ConfigError: the system port is the API's, a failover directory is given without shadow mode or is
+            missing with it, or an option of discovery is wrong.
+    """
+    if config.probed_port and config.probed_port == config.port:
+        text = f"system_port={config.probed_port}: the API has this port (--port)"
+        raise ConfigError(f"{text}; choose another with --system-port", param="system_port")
+    if config.failover_dir is not None and not config.shadow_mode:
+        raise ConfigError(
+            f"failover_dir={config.failover_dir!r}: without --shadow-mode an engine takes no lock, so that "
+            "several would serve at once; add --shadow-mode, or leave --failover-dir out",
+            param="failover_dir",
+        )
+    if config.shadow_mode:
+        names = parse_backends(config.discovery, "discovery")
+        parse_targets(names, config.discovery_target, directory_of(config))
 
 
 async def serve(
@@ -45,15 +67,7 @@ async def serve(
         ConfigError: the system port is the API's, or a failover directory is given without shadow mode.
         SegueError: the port was taken meanwhile, or the engine cannot start or cannot wake.
     """
-    if config.probed_port and config.probed_port == config.port:
-        text = f"system_port={config.probed_port}: the API has this port (--port)"
-        raise ConfigError(f"{text}; choose another with --system-port", param="system_port")
-    if config.failover_dir is not None and not config.shadow_mode:
-        raise ConfigError(
-            f"failover_dir={config.failover_dir!r}: without --shadow-mode an engine takes no lock, so that "
-            "several would serve at once; add --shadow-mode, or leave --failover-dir out",
-            param="failover_dir",
-        )
+    check_server_options(config)
     membership = CohortMember(config) if config.shadow_mode else None
     raise_descriptor_limit()
     listed = parse_endpoints(config.system_use_endpoint_health_status, "system_use_endpoint_health_status")

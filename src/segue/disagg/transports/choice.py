@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from segue.config import TransportChoice
 from segue.errors import ConfigError
+from segue.extras import NIXL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,31 @@ def kinds_to_offer(choice: TransportChoice, device: str, *, has_key: bool, has_n
         ConfigError: the chosen kind does not move KV of this device.
     """
     possible = [kind for kind, traits in TRAITS.items() if device in traits.devices]
-    if choice == "auto":
-        return [kind for kind in possible if TRAITS[kind].one_host or (has_key and has_nixl)]
-    if choice not in possible:
+    if choice != "auto" and choice not in possible:
         raise ConfigError(
             f"--pd-transport {choice} does not move KV of --device {device}; use auto, or one of "
             f"{', '.join(possible)}",
             param="pd_transport",
         )
-    return [choice]
+    refused = kinds_to_withhold(choice, device, has_key=has_key, has_nixl=has_nixl)
+    return [kind for kind in TRAITS if kind not in refused]
+
+
+def kinds_to_withhold(
+    choice: TransportChoice, device: str, *, has_key: bool, has_nixl: bool
+) -> dict[str, str]:
+    """Return the kinds that a rank does not offer, each with the reason and, where there is one, the remedy.
+
+    The arguments are those of `kinds_to_offer`.
+    """
+    refused = {}
+    for kind, traits in TRAITS.items():
+        if device not in traits.devices:
+            refused[kind] = f"it does not move KV of --device {device}"
+        elif choice not in ("auto", kind):
+            refused[kind] = f"--pd-transport names {choice}"
+        elif choice == "auto" and not traits.one_host:
+            needs = [*([] if has_nixl else [NIXL.remedy]), *([] if has_key else ["give --pd-key"])]
+            if needs:
+                refused[kind] = f"its ports are opened only with NIXL and a key: {', and '.join(needs)}"
+    return refused

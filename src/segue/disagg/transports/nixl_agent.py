@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -26,10 +25,9 @@ from torch import Tensor
 from segue.disagg.layout import PageShape, PieceSpan
 from segue.disagg.transports.export import shape_of
 from segue.errors import ConfigError, TransportError
+from segue.extras import NIXL
 from segue.kvcache.pool import KVPool
 
-LIBRARIES = ("nixl_cu13", "nixl_cu12")
-INSTALL = "install it with pip install 'segue[nixl]'"
 # UCX gives a TCP connection up within this time, unless these variables are set: pages of a lost writer are
 # used again after 30 s (`LOST_S`), and by then nothing of it may be under way. By default, data that nobody
 # acknowledges is sent again for a quarter of an hour.
@@ -73,7 +71,7 @@ class StagedPieces:
 
 def has_nixl() -> bool:
     """Whether NIXL is installed."""
-    return any(find_spec(name) is not None for name in LIBRARIES)
+    return NIXL.is_installed
 
 
 class NixlAgent:
@@ -248,7 +246,7 @@ def _load() -> Any:
         os.environ.setdefault(name, value)
     raises = logging.raiseExceptions
     failures = []
-    for name in LIBRARIES:
+    for name in NIXL.modules:
         try:
             library = importlib.import_module(name)
         except ImportError as error:
@@ -259,7 +257,8 @@ def _load() -> Any:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         return library
     raise ConfigError(
-        f"NIXL cannot be imported ({'; '.join(failures)}); {INSTALL}, or use --pd-transport shm"
+        f"NIXL cannot be imported ({'; '.join(failures)}); install it with {NIXL.remedy}, or use "
+        "--pd-transport shm"
     )
 
 

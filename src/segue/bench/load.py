@@ -8,14 +8,15 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import exp, log
 from typing import Any
 
-from bench.client import Client, Job, Timeline, clock
+from segue.bench.client import Client, Job, Timeline, clock
 
 LEAD_S = 1.0  # from handing out the jobs to the load's begin, so that requests are encoded before
 
@@ -208,8 +209,18 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 class Clients:
     """A pool of client processes that together put a load on one server."""
 
-    def __init__(self, url: str, model: str, processes: int) -> None:
-        self._args = (url, model)
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        processes: int,
+        *,
+        key: str | None = None,
+        chat: bool = False,
+        exact: bool = True,
+    ) -> None:
+        """Start the processes; the other arguments are those of `Client`."""
+        self._make_client = partial(Client, url, model, key=key, chat=chat, exact=exact)
         self._count = processes
         self._pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
         list(self._pool.map(time.sleep, [0.2] * processes))  # so that each process is started
@@ -260,7 +271,7 @@ class Clients:
         """
         begin = clock() + LEAD_S
         futures = [
-            self._pool.submit(_load, *self._args, jobs, concurrency, begin, begin + seconds)
+            self._pool.submit(_load, self._make_client, jobs, concurrency, begin, begin + seconds)
             for jobs, concurrency in shares
         ]
         results = [future.result(seconds + 120) for future in futures]
@@ -272,14 +283,14 @@ class Clients:
 
 
 def _load(
-    url: str, model: str, jobs: list[Job], concurrency: int | None, begin: float, end: float
+    make_client: Callable[[], Client], jobs: list[Job], concurrency: int | None, begin: float, end: float
 ) -> tuple[list[Timeline], float]:
     """Run the jobs in a client process; return the timelines and the share of a core that it used.
 
     `concurrency` is the number of jobs that run at any time; None: each is sent when it is due. The garbage
     collector is off meanwhile, since its pauses would count as latencies of the server.
     """
-    client = Client(url, model)
+    client = make_client()
     gc.collect()
     gc.disable()
     try:

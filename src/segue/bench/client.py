@@ -1,4 +1,4 @@
-"""A lean client of `/v1/completions`: it records when bytes arrive, and parses them after the load.
+"""A lean client of OpenAI-compatible servers: it records when bytes arrive, and parses them after the load.
 
 It opens one connection per request, HTTP/1.1 over asyncio. While a load runs, an event costs one callback
 that appends to a list; chunks, events and JSON are parsed when the load is over, so that the client does not
@@ -8,6 +8,7 @@ become the bottleneck. All times are of `time.perf_counter`, which all processes
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,8 +45,18 @@ class Timeline:
     prompt_tokens: int = 0  # as the client sent them; 0: the prompt was a text
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None  # which some servers send before the answer
+
+
 class _Choice(msgspec.Struct):
-    text: str = ""
+    text: str | None = None  # of a text completion
+    delta: _Delta | None = None  # of a chat completion
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
 
 
 class _Usage(msgspec.Struct):
@@ -61,11 +72,35 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+def base_url(text: str) -> str:
+    """Return a server's URL without the path /v1, as it is usually given for clients of OpenAI's API.
+
+    Raises:
+        ValueError: it is not the URL of a server.
+    """
+    url = text.rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number
+        is_valid = False
+    if not is_valid or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{text!r}: must be a server's URL, like http://host:port or https://host/path/v1")
+    return url
+
+
 class StreamingRequest(asyncio.Protocol):
     """The connection of one request: sends it when connected, then keeps the bytes of the reply."""
 
     def __init__(
-        self, payload: bytes, due: float, max_tokens: int, label: str = "", prompt_tokens: int = 0
+        self,
+        payload: bytes,
+        due: float,
+        max_tokens: int,
+        label: str = "",
+        prompt_tokens: int = 0,
+        *,
+        exact: bool = True,
     ) -> None:
         """Prepare the request.
 
@@ -75,7 +110,9 @@ class StreamingRequest(asyncio.Protocol):
             max_tokens: the number of tokens that must come for the reply to count as complete.
             label: of the request's class, for the timeline.
             prompt_tokens: for the timeline too.
+            exact: whether fewer tokens are an error.
         """
+        self._exact = exact
         self.due = due
         self._label, self._prompt_tokens = label, prompt_tokens
         self.sent = 0.0
@@ -115,7 +152,9 @@ class StreamingRequest(asyncio.Protocol):
     def timeline(self) -> Timeline:
         """Parse the reply."""
         times, tokens, error = _read(self.pieces)
-        if error is None and tokens != self._max_tokens:
+        if not self._exact:
+            tokens = tokens or len(times)  # of a server that does not count them
+        if error is None and tokens != self._max_tokens and self._exact:
             error = f"{tokens} tokens came, {self._max_tokens} were asked for"
         elif error is None and not times:
             error = f"{tokens} tokens came, but no text: nothing to time"
@@ -135,42 +174,60 @@ class StreamingRequest(asyncio.Protocol):
 class Client:
     """Sends the requests of a load to one server."""
 
-    def __init__(self, url: str, model: str) -> None:
-        """Prepare requests to the server at `url`, which has no path.
+    def __init__(
+        self, url: str, model: str, *, key: str | None = None, chat: bool = False, exact: bool = True
+    ) -> None:
+        """Prepare requests to a server.
+
+        Args:
+            url: as `base_url` returns it.
+            model: the name by which requests ask for it.
+            key: that requests carry as a bearer token.
+            chat: send prompts, which are texts then, as chats.
+            exact: have each reply go on to its last token. Servers that do not know the field `ignore_eos`
+                need False: then a reply may end before.
 
         Raises:
-            ValueError: `url` is not of the form http://host:port.
+            ValueError: `url` is not the URL of a server.
         """
-        parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
-            raise ValueError(f"{url!r}: must be http://host:port; put a proxy before a server behind TLS")
-        self._host, self._port, self._model = parts.hostname, parts.port or 80, model
+        parts = urlsplit(base_url(url))
+        assert parts.hostname is not None
+        self._host, self._model, self._chat, self._exact = parts.hostname, model, chat, exact
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (80 if self._tls is None else 443)
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        route = f"{parts.path}/v1/{'chat/completions' if chat else 'completions'}"
+        self._head = f"POST {route} HTTP/1.1\r\nHost: {shown}:{self._port}\r\nConnection: close\r\n"
+        if key is not None:
+            self._head += f"Authorization: Bearer {key}\r\n"
 
     def connection(self, job: Job, due: float) -> StreamingRequest:
         """Encode the request of `job` and return its connection, which `send` opens."""
+        prompt = (
+            {"messages": [{"role": "user", "content": job.prompt}]} if self._chat else {"prompt": job.prompt}
+        )
         body = msgspec.json.encode(
             {
                 "model": self._model,
-                "prompt": job.prompt,
+                **prompt,
                 "max_tokens": job.max_tokens,
                 "temperature": 0.6,
-                "ignore_eos": True,
+                **({"ignore_eos": True} if self._exact else {}),
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
         )
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        head = f"{self._head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         prompt_tokens = 0 if isinstance(job.prompt, str) else len(job.prompt)
-        return StreamingRequest(head.encode() + body, due, job.max_tokens, job.label, prompt_tokens)
+        return StreamingRequest(
+            head.encode() + body, due, job.max_tokens, job.label, prompt_tokens, exact=self._exact
+        )
 
     async def send(self, connection: StreamingRequest) -> None:
         """Connect and send the request; `connection` receives the reply."""
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(lambda: connection, self._host, self._port)
+            await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except OSError as error:
             connection.fail(error)
 
@@ -225,17 +282,18 @@ def _read(pieces: Sequence[tuple[float, bytes]]) -> tuple[list[float], int, str 
     times: list[float] = []
     tokens, ended, rest = 0, False, b""
     for when, data in _chunks(pieces, len(head) + 4) if chunked else _after(pieces, len(head) + 4):
-        *events, rest = (rest + data).split(b"\n\n")
+        *events, rest = (rest + data).replace(b"\r\n\r\n", b"\n\n").split(b"\n\n")
         for event in events:
-            if event == b"data: [DONE]":
+            value = event.removeprefix(b"data:").strip() if event.startswith(b"data:") else b""
+            if value == b"[DONE]":
                 ended = True
-            elif event.startswith(b"data: {"):
-                content = _decode(event[6:])
+            elif value.startswith(b"{"):
+                content = _decode(value)
                 if content.error is not None:
                     return times, tokens, str(content.error)
                 if content.usage is not None:
                     tokens = content.usage.completion_tokens
-                if content.choices and content.choices[0].text:
+                if content.choices and content.choices[0].has_text:
                     times.append(when)
     return times, tokens, None if ended else "the stream was cut"
 

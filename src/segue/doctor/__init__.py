@@ -1,0 +1,1 @@
+"""What `segue doctor` looks at: versions, devices, choices, places and the kernel."""
