@@ -83,12 +83,12 @@ def meet(engine: Engine, name: str, *, port_as_text: bool = False, world_size: i
         group_name=name,
         backend="gloo",
     )
-    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=TIMEOUT))
+    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     group, _ = c10d._new_process_group_helper(
         size, rank, [], dist.Backend("gloo"), dist.PrefixStore(name, store), group_name=name, timeout=TIMEOUT
     )
-    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     joining.result()
     return group
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from segue.launch.engine_info import mode_of
 from segue.messages.control import Counters, Ready
+from segue.messages.fleet import MODES
 from segue.version import __version__
 
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
@@ -94,7 +94,7 @@ def load_of(
             "token_capacity": capacity,
         },
         "disaggregation": {
-            "mode": mode_of(state["role"]),
+            "mode": MODES[state["role"]],
             "prefill_prealloc_queue_reqs": state["disagg_prefill_bootstrap_queue_size"],
             "prefill_inflight_queue_reqs": state["disagg_prefill_inflight_queue_size"],
             "decode_prealloc_queue_reqs": state["disagg_decode_prealloc_queue_size"],

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from segue.launch.runtime import Runtime
-from segue.messages.fleet import Role
+from segue.messages.fleet import MODES
 from segue.version import __version__
 
 SECRETS = ("api_key", "admin_api_key", "pd_key", "register_key", "gms_token")
@@ -55,7 +55,7 @@ def _as_sglang(runtime: Runtime) -> dict[str, Any]:
     A rank counts as a GPU on a CPU too: clients take ``num_gpus`` for the number of ranks that weights go to.
     """
     manager, limits = runtime.manager, runtime.manager.ready.limits
-    mode, tp = mode_of(manager.role), runtime.config.tp
+    mode, tp = MODES[manager.role], runtime.config.tp
     found = {
         **ABSENT_SIZES,
         "tp_size": tp,
@@ -77,11 +77,6 @@ def _as_sglang(runtime: Runtime) -> dict[str, Any]:
     if mode == "prefill" and manager.control_address is not None:
         found["disaggregation_bootstrap_port"] = int(manager.control_address.rpartition(":")[2])
     return found
-
-
-def mode_of(role: Role) -> str:
-    """Return SGLang's name for the work that an engine takes."""
-    return "null" if role == "both" else role
 
 
 def tokenizer_path_of(runtime: Runtime) -> str | None:
