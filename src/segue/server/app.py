@@ -13,9 +13,11 @@ from segue.server import (
     fleet_routes,
     generation_routes,
     health,
+    info_routes,
     leg_routes,
     metrics,
     tokenization_routes,
+    vllm_routes,
 )
 from segue.server.access import Access, Routes, described
 from segue.server.guarded_app import guarded_app
@@ -39,6 +41,8 @@ def create_app(config: EngineConfig) -> Starlette:
         tokenization_routes,
         leg_routes,
         control_routes,
+        vllm_routes,
+        info_routes,
         fleet_routes,
         health,
         metrics,

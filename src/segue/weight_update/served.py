@@ -44,7 +44,7 @@ class ServedWeights:
     headroom: int = 0  # bytes of free device memory that the steps may still take
     receive_share: float = 1.0  # of the time, that NCCL's kernels may take while steps run
     is_generating: Callable[[], bool] = lambda: False  # whether steps run at present
-    # Checkpoint names of tensors that have not been sent since the memory of the weights was released.
+    # Checkpoint names of tensors that have not been sent since the weights were released or reset.
     missing: set[str] = field(default_factory=set)
 
     @property
@@ -69,7 +69,7 @@ class ServedWeights:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
 
-    def note_released(self) -> None:
+    def note_lost(self) -> None:
         """Note that the values of all weights are lost."""
         self.missing.update(*self.writers.values())
 
