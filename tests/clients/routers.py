@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,8 +18,16 @@ from tests.e2e.syncing import free_port
 from tests.support.child import start_child
 
 START_S = 60.0
-# Each request goes to the next engine, an engine that is gone counts as such after one failed probe, and probes are often.
-PROBES = ("--health-failure-threshold", "1", "--health-success-threshold", "1", "--health-check-interval-secs", "1")
+
+
+def _token_loads(reply: Any) -> dict[str, int]:
+    """The tokens on each engine, by SGLang's `/get_load`; -1 is unknown."""
+    return {worker["worker"]: worker["load"] for worker in reply["workers"]}
+
+
+def _request_loads(reply: Any) -> dict[str, int]:
+    """The running requests on each engine."""
+    return {load["worker"]: load["num_running_reqs"] for load in reply["loads"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +35,38 @@ class RouterProgram:
     """One router: its environment, how it is started, and which routes it has."""
 
     environment: str
-    start: tuple[str, ...]  # behind the interpreter
+    module: str
     flags: tuple[str, ...]
-    loads: str  # its route that tells the load of each engine
-    native: bool  # whether it has `/generate`
-    tokens: bool  # whether it has `/inference/v1/generate`
+    loads: Callable[[Any], Mapping[str, int]] | None  # reads its `/get_loads`; None: it cannot read Segue's loads
+    tokens: bool  # whether it passes token ids on: `/inference/v1/generate`, and prompts of `/v1/completions`
 
 
+# The engines take turns. What fails at an engine is tried again at another one, and an engine where two requests
+# have failed, or a probe, gets no more; it gets requests again after a good probe, which comes every second.
+FLAGS = (
+    *("--policy", "round_robin"),
+    *("--cb-failure-threshold", "2", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"),
+    *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "5"),
+)
 SGLANG_ROUTER = RouterProgram(
     environment="sglang-router",
-    start=("-m", "sglang_router.launch_router"),
-    flags=("--policy", "round_robin", *PROBES),
-    loads="/get_loads",
-    native=True,
+    module="sglang_router.launch_router",
+    flags=FLAGS,
+    loads=_token_loads,
     tokens=False,
 )
+# It reads the loads of an older SGLang, and so has none of Segue's, as it has none of vLLM's.
 VLLM_ROUTER = RouterProgram(
-    environment="vllm-router",
-    start=("-m", "vllm_router.launch_router"),
-    flags=("--policy", "round_robin", *PROBES),
-    loads="/get_loads",
-    native=True,
-    tokens=True,
+    environment="vllm-router", module="vllm_router.launch_router", flags=FLAGS, loads=None, tokens=True
 )
+# It takes Segue for vLLM, as `/version` answers, and reads the loads from `/metrics`. Without the last flag it leaves
+# out an engine with eight waiting requests, whatever the policy.
 SMG = RouterProgram(
     environment="smg",
-    start=("-m", "smg", "launch"),
-    flags=("--policy", "round_robin", *PROBES),
-    loads="/get_loads",
-    native=True,
+    module="smg.launch_router",
+    flags=(*FLAGS, "--disable-worker-overload-protection"),
+    loads=_request_loads,
     tokens=False,
 )
 ROUTERS = (SGLANG_ROUTER, VLLM_ROUTER, SMG)
@@ -63,18 +75,28 @@ ROUTERS = (SGLANG_ROUTER, VLLM_ROUTER, SMG)
 @contextmanager
 def running(program: RouterProgram, engines: Sequence[str], log: Path) -> Iterator[str]:
     """Runs a router before engines for the block, and yields its address. Its log goes to a file."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [str(interpreter(program.environment)), *program.start, "--worker-urls", *engines]
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [str(interpreter(program.environment)), "-m", program.module, "--worker-urls", *engines]
     command += ["--host", "127.0.0.1", "--port", str(port), *program.flags]
     with log.open("w") as file, start_child(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
-            _wait_until_ready(url, len(engines), process, log)
+            until_healthy(url, len(engines), process)
             yield url
         finally:
             process.kill()
 
 
-def _wait_until_ready(url: str, num_engines: int, process: subprocess.Popen[str], log: Path) -> None:
-    """Waits until the router sends requests to all of its engines."""
-    raise NotImplementedError
+def until_healthy(url: str, num_engines: int, process: subprocess.Popen[Any] | None = None) -> None:
+    """Waits until the router counts so many engines as healthy."""
+    deadline, found = time.monotonic() + START_S, "no answer"
+    while True:
+        try:
+            reply = httpx.get(f"{url}/readiness", timeout=5)
+            found = reply.text
+            if reply.status_code == 200 and reply.json()["healthy_workers"] == num_engines:
+                return
+        except httpx.HTTPError:
+            if process is not None and process.poll() is not None:
+                pytest.fail(f"the router ended with exit code {process.returncode}")
+        assert time.monotonic() < deadline, f"{url} did not have {num_engines} healthy engines: {found}"
+        time.sleep(0.05)
