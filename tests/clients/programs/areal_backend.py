@@ -109,7 +109,9 @@ class Server:
 def generation(server: Server, **options: Any) -> dict[str, Any]:
     options = {"max_new_tokens": 12, "ignore_eos": True} | options
     request = ModelRequest(input_ids=PROMPT, gconfig=GenerationHyperparameters(**options))
-    found = BACKEND.parse_generation_response(server.must(BACKEND.build_generation_request(request, False, 0)))
+    found = BACKEND.parse_generation_response(
+        server.must(BACKEND.build_generation_request(request, False, 0))
+    )
     return {
         "tokens": found.output_tokens,
         "logprobs": found.output_logprobs,
