@@ -1,4 +1,4 @@
-"""Routers of other projects, unmodified, before two engines: every dialect, flushes, loads, and a killed engine."""
+"""Routers of other projects, unmodified, before two engines: dialects, flushes, loads, and a killed engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx

@@ -1,7 +1,7 @@
-"""The calls of trainers that speak to vLLM, in their order: prime-rl's control of a policy, SkyRL's token generation.
+"""The calls of trainers that speak to vLLM, in their order: prime-rl's control, SkyRL's token generation.
 
-Neither is a package that can be installed, so each call has the file and line of its source beside it: prime-rl at
-559b4477 and SkyRL at a9564572.
+Neither is a package that can be installed, so each call has the file and line of its source beside it: prime-rl
+at 559b4477 and SkyRL at a9564572.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.served import Client, serve
 from tests.e2e.syncing import write_checkpoints
 from tests.support.streams import ReplyGroup, ReplyInParts
+from tests.support.tiny_model import make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -25,6 +26,7 @@ OPTIONS = (
     *("--num-kv-tokens", "32768", "--max-running-requests", "64"),
 )
 GENERATE = "/inference/v1/generate"
+NUM_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Policy:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
-    checkpoints = write_checkpoints(tmp_path_factory.mktemp("policy"), kind="qwen3", count=2)
+    vocab_size = (tokenizer := make_tokenizer()).get_vocab_size(with_added_tokens=True)
+    checkpoints = write_checkpoints(
+        tmp_path_factory.mktemp("policy"), kind="qwen3", count=2, vocab_size=vocab_size
+    )
+    tokenizer.save(str(checkpoints[0] / "tokenizer.json"))
     with serve("--model", str(checkpoints[0]), *OPTIONS) as served:
         client = Client(served)
         yield Policy(client, checkpoints)
@@ -56,7 +62,7 @@ def ids_of(reply: ReplyInParts) -> list[int]:
 
 def streams(version: str, count: int = 64) -> list[tuple[str, dict[str, Any]]]:
     """Rollouts of one version of the policy. Their prefixes are shared within a version only."""
-    params = {"max_tokens": 160, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
+    params = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
     return [
         (
             GENERATE,
@@ -78,8 +84,10 @@ def test_prime_rl_updates_a_policy_under_64_streams(policy: Policy) -> None:
     # src/prime_rl/utils/client.py
     assert client.http.get("/health").status_code == 200  # line 184
     assert [card["id"] for card in client.http.get("/v1/models").json()["data"]] == [NAME]  # line 166
+    policy.post("/pause", params={"mode": "keep"})  # so that all of them begin together
     running = ReplyGroup.send(url, streams("0"))
-    client.until(running_batch_size=64)
+    client.until(waiting_queue_size=64)
+    policy.post("/resume")
     client.until_more(client.state()["num_generated_tokens"] + 64)
     had = [ids_of(reply) for reply in running.replies]
     policy.post("/pause", params={"mode": "keep", "clear_cache": "false"})  # line 258
@@ -95,7 +103,11 @@ def test_prime_rl_updates_a_policy_under_64_streams(policy: Policy) -> None:
     policy.post("/resume")  # line 270
     replies = running.end()
     assert [reply["finish"] for reply in replies] == ["length"] * 64
-    assert {len(reply["ids"]) for reply in replies} == {160} == {len(reply["logprobs"]) for reply in replies}
+    assert (
+        {len(reply["ids"]) for reply in replies}
+        == {NUM_TOKENS}
+        == {len(reply["logprobs"]) for reply in replies}
+    )
     for reply, content, before in zip(replies, old, had, strict=True):
         assert reply["ids"][: len(before)] == content["ids"][: len(before)]
         assert reply["logprobs"][: len(before)] == content["logprobs"][: len(before)]

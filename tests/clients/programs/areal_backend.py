@@ -1,7 +1,7 @@
 """AReaL's own `SGLangBackend` before a live server: it builds each request, and parses each reply.
 
-It runs with the interpreter of the environment `areal`, and prints what it found as one line of JSON. The arguments
-are the server's URL, a file of `torch.save` with tensors by name, and a checkpoint directory.
+It runs with the interpreter of the environment `areal`, and prints what it found as one line of JSON. The
+arguments are the server's URL, a file of `torch.save` with tensors by name, and a checkpoint directory.
 """
 
 from __future__ import annotations
