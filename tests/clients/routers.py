@@ -57,8 +57,8 @@ SGLANG_ROUTER = RouterProgram(
     loads=_token_loads,
     tokens=False,
 )
-# It reads the loads of an older SGLang, and so has none of Segue's, as it has none of vLLM's. Of `/generate` it
-# drops what it does not know.
+# It reads the loads of an older SGLang, and so has none of Segue's, as it has none of vLLM's. Of `/generate`
+# it drops what it does not know.
 VLLM_ROUTER = RouterProgram(
     environment="vllm-router",
     module="vllm_router.launch_router",
@@ -67,8 +67,8 @@ VLLM_ROUTER = RouterProgram(
     tokens=True,
     native_seeds=False,
 )
-# It takes Segue for vLLM, as `/version` answers. Without the last flag it leaves out an engine with eight waiting
-# requests, whatever the policy.
+# It takes Segue for vLLM, as `/version` answers. Without the last flag it leaves out an engine with eight
+# waiting requests, whatever the policy.
 SMG = RouterProgram(
     environment="smg",
     module="smg.launch_router",

@@ -1,4 +1,4 @@
-"""Routers of other projects, unmodified, before two engines: dialects, flushes, loads, and a killed engine."""
+"""Routers of other projects, unmodified, before two engines: dialects, flushes, loads, a killed engine."""
 
 from __future__ import annotations
 
