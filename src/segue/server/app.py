@@ -8,7 +8,16 @@ from starlette.responses import HTMLResponse, Response
 
 from segue.api.schema import openapi, redoc_page, swagger_page
 from segue.config import EngineConfig
-from segue.server import control_routes, fleet_routes, generation_routes, health, leg_routes, metrics
+from segue.server import (
+    control_routes,
+    fleet_routes,
+    generation_routes,
+    health,
+    info_routes,
+    leg_routes,
+    metrics,
+    vllm_routes,
+)
 from segue.server.access import Access, Routes, described
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
@@ -26,7 +35,16 @@ def create_app(config: EngineConfig) -> Starlette:
         ConfigError: an allowed host or an origin in the options is not valid.
         TypeError: a route declares no level of access.
     """
-    modules = (generation_routes, leg_routes, control_routes, fleet_routes, health, metrics)
+    modules = (
+        generation_routes,
+        leg_routes,
+        control_routes,
+        vllm_routes,
+        info_routes,
+        fleet_routes,
+        health,
+        metrics,
+    )
     app = guarded_app(config, [*(route for module in modules for route in module.routes), *routes])
     app.state.runtime = app.state.step_check = None
     return app

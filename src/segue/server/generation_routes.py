@@ -91,7 +91,7 @@ def _model_card(request: Request) -> dict[str, Any]:
         "id": runtime.name,
         "object": "model",
         "created": runtime.started_at,
-        "owned_by": "segue",
+        "owned_by": "segue" if runtime.config.compat == "none" else runtime.config.compat,
         "root": runtime.config.model or runtime.source.name,
         "max_model_len": runtime.manager.encoder.limits.max_seq_len,
     }
