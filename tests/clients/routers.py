@@ -85,12 +85,8 @@ def running(program: RouterProgram, engines: Sequence[str], log: Path) -> Iterat
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [str(interpreter(program.environment)), "-m", program.module, "--worker-urls", *engines]
     command += ["--host", "127.0.0.1", "--port", str(port), *program.flags]
-    command += [
-        "--prometheus-host",
-        "127.0.0.1",
-        "--prometheus-port",
-        str(free_port()),
-    ]  # else 29000 everywhere
+    # Else vllm-router and smg show their metrics on port 29000 of every address.
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     with log.open("w") as file, start_child(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
             until_healthy(url, len(engines), process)
