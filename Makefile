@@ -14,12 +14,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
+CLIENTS := .clients
 
 named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench clients gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -78,6 +79,28 @@ alone: model
 soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
+# Each list of pins in tests/clients is an environment: requirements-NAME.txt is installed with its dependencies, and
+# no-deps-NAME.txt holds all that its environment needs. What an environment lacks, torch above all, it finds in .venv.
+client_names = $(patsubst tests/clients/$(1)-%.txt,%,$(wildcard tests/clients/$(1)-*.txt))
+client_python = $(CLIENTS)/$*/bin/python
+
+define client_install
+	$(BIN)/python -m venv --clear --without-pip $(CLIENTS)/$*
+	echo 'import site; site.addsitedir("'"$$($(abspath $(BIN))/python -c 'import site; print(site.getsitepackages()[0])')"'")' \
+	  >"$$($(client_python) -c 'import site; print(site.getsitepackages()[0])')/segue.pth"
+	grep '^torch==' constraints.txt >$(CLIENTS)/$*/constraints.txt
+	$(PIP) --python $(client_python) install $(1) -c $(CLIENTS)/$*/constraints.txt $(PIP_ARGS) -r $<
+	@touch $@
+endef
+
+clients: $(addprefix $(CLIENTS)/stamp-,$(call client_names,requirements) $(call client_names,no-deps)) ## other projects' clients, routers and trainers, in environments of their own; make soak tests Segue with those that are there
+
+$(CLIENTS)/stamp-%: tests/clients/requirements-%.txt $(INSTALL_STAMP)
+	$(call client_install)
+
+$(CLIENTS)/stamp-%: tests/clients/no-deps-%.txt $(INSTALL_STAMP)
+	$(call client_install,--no-deps)
+
 attack: model ## two minutes of attacks on a server that it starts; ATTACK_ARGS="URL --seconds 600" on one that runs here
 	$(BIN)/python -m tests.attack $(ATTACK_ARGS)
 
@@ -104,7 +127,7 @@ gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on t
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --name gpu_weight_sync_host$(named_tp) && exit $$missed
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
