@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from segue.api.schema import openapi
 from segue.router import control_routes, health_routes, weight_routes, worker_routes
 from segue.router.config import RouterConfig
 from segue.router.router import Router, router_of
 from segue.router.status import RouterCollector, laps_status
 from segue.router.watch import ROUTER_HEADER
-from segue.server.access import Access, Routes, described
+from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.raw_body import read_bytes
 from segue.server.responses import RouteError, error_response, json_response
@@ -119,4 +118,4 @@ async def version(request: Request) -> Response:
 @about.get("/openapi.json", hidden=True)
 async def description(request: Request) -> Response:
     """Return the description of every route."""
-    return json_response(openapi("Segue router", described(request.app.router.routes)))
+    return json_response(describe("Segue router", request.app.router.routes))

@@ -6,10 +6,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from segue.api.schema import openapi, redoc_page, swagger_page
+from segue.api.schema import redoc_page, reply_schema, swagger_page
+from segue.api.shapes import VersionReply
 from segue.config import EngineConfig
 from segue.server import control_routes, fleet_routes, generation_routes, health, leg_routes, metrics
-from segue.server.access import Access, Routes, described
+from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
 from segue.version import __version__
@@ -32,7 +33,7 @@ def create_app(config: EngineConfig) -> Starlette:
     return app
 
 
-@routes.get("/version")
+@routes.get("/version", schema=reply_schema(VersionReply))
 async def version(request: Request) -> Response:
     """Return the version of Segue."""
     return json_response({"version": __version__})
@@ -41,7 +42,7 @@ async def version(request: Request) -> Response:
 @routes.get("/openapi.json", hidden=True)
 async def description(request: Request) -> Response:
     """Return the description of every route."""
-    return json_response(openapi(TITLE, described(request.app.router.routes)))
+    return json_response(describe(TITLE, request.app.router.routes))
 
 
 @routes.get("/docs", hidden=True)

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,19 @@ from segue.api.control import (
     memory_of_level,
     memory_reply,
 )
-from segue.api.schema import body_schema, query_schema, reply_schema
+from segue.api.schema import body_schema, query_schema, reply_schema, text_schema
+from segue.api.shapes import (
+    MemoryReply,
+    MessageReply,
+    ModelInfo,
+    PausedReply,
+    PauseReply,
+    ServerInfo,
+    SleepingReply,
+    StatusReply,
+    WeightError,
+    WeightVersionReply,
+)
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
 from segue.config import EngineConfig
@@ -47,7 +60,11 @@ routes = Routes(Access.ADMIN, "Control")
 VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
 
-@routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False))
+_MEMORY = body_schema(MemoryRequest, required=False) | reply_schema(MemoryReply)
+_FLUSH = query_schema(FlushQuery) | text_schema("text/plain", 200, 400)
+
+
+@routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False) | reply_schema(PauseReply))
 async def pause_generation(request: Request) -> Response:
     """Stop generating; answers once nothing runs, with what became of the requests."""
     runtime = runtime_of(request)
@@ -57,14 +74,14 @@ async def pause_generation(request: Request) -> Response:
     return json_response(said | structs.asdict(result))
 
 
-@routes.post("/continue_generation")
+@routes.post("/continue_generation", schema=reply_schema(MessageReply))
 async def continue_generation(request: Request) -> Response:
     """Generate again; not paused: nothing happens."""
     await runtime_of(request).continue_generation()
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
-@routes.post("/pause", schema=query_schema(PauseQuery))
+@routes.post("/pause", schema=query_schema(PauseQuery) | reply_schema(StatusReply))
 async def pause(request: Request) -> Response:
     """As ``/pause_generation``, by vLLM's name and modes."""
     runtime = runtime_of(request)
@@ -73,14 +90,14 @@ async def pause(request: Request) -> Response:
     return json_response({"status": "paused"})
 
 
-@routes.post("/resume")
+@routes.post("/resume", schema=reply_schema(StatusReply))
 async def resume(request: Request) -> Response:
     """As ``/continue_generation``, by vLLM's name."""
     await runtime_of(request).continue_generation()
     return json_response({"status": "resumed"})
 
 
-@routes.get("/is_paused")
+@routes.get("/is_paused", schema=reply_schema(PausedReply))
 async def is_paused(request: Request) -> Response:
     """Whether a client has paused generation, and nothing runs any more."""
     runtime = runtime_of(request)
@@ -98,8 +115,8 @@ async def abort_request(request: Request) -> Response:
     return Response()
 
 
-@routes.get("/flush_cache", schema=query_schema(FlushQuery))
-@routes.post("/flush_cache", schema=query_schema(FlushQuery))
+@routes.get("/flush_cache", schema=_FLUSH)
+@routes.post("/flush_cache", schema=_FLUSH)
 async def flush_cache(request: Request) -> Response:
     """Forget all cached KV; refused while a live request owns some, or while requests run or wait."""
     manager = runtime_of(request).manager
@@ -110,7 +127,7 @@ async def flush_cache(request: Request) -> Response:
     return Response(f"Cache not flushed.\nReason: {flushed.error_msg}\n", 400, media_type="text/plain")
 
 
-@routes.post("/release_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+@routes.post("/release_memory_occupation", schema=_MEMORY)
 async def release_memory_occupation(request: Request) -> Response:
     """Give the memory of weights or KV cache back; running requests are retracted, and all requests wait."""
     manager = runtime_of(request).manager
@@ -118,7 +135,7 @@ async def release_memory_occupation(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.release_memory(body.memory)))
 
 
-@routes.post("/resume_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+@routes.post("/resume_memory_occupation", schema=_MEMORY)
 async def resume_memory_occupation(request: Request) -> Response:
     """Take released memory again; weights are then sent or loaded before anything is generated."""
     manager = runtime_of(request).manager
@@ -126,7 +143,7 @@ async def resume_memory_occupation(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.resume_memory(body.memory)))
 
 
-@routes.post("/sleep", schema=query_schema(SleepQuery))
+@routes.post("/sleep", schema=query_schema(SleepQuery) | reply_schema(MemoryReply))
 async def sleep(request: Request) -> Response:
     """As ``/release_memory_occupation``, by vLLM's name and levels."""
     manager = runtime_of(request).manager
@@ -135,7 +152,7 @@ async def sleep(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.release_memory(tags, backup=backup)))
 
 
-@routes.post("/wake_up", schema=query_schema(MemoryRequest))
+@routes.post("/wake_up", schema=query_schema(MemoryRequest) | reply_schema(MemoryReply))
 async def wake_up(request: Request) -> Response:
     """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
     manager = runtime_of(request).manager
@@ -143,7 +160,7 @@ async def wake_up(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.resume_memory(query.memory)))
 
 
-@routes.get("/is_sleeping")
+@routes.get("/is_sleeping", schema=reply_schema(SleepingReply))
 async def is_sleeping(request: Request) -> Response:
     """Whether any memory is released."""
     runtime = runtime_of(request)
@@ -152,8 +169,8 @@ async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": bool(runtime.manager.stats.counters.released)})
 
 
-@routes.get("/server_info")
-@routes.get("/get_server_info")
+@routes.get("/server_info", schema=reply_schema(ServerInfo))
+@routes.get("/get_server_info", schema=reply_schema(ServerInfo))
 async def server_info(request: Request) -> Response:
     """Options, version, what was decided at start, and the scheduler's state."""
     return json_response(await engine_info.server_info(runtime_of(request)))
@@ -162,7 +179,7 @@ async def server_info(request: Request) -> Response:
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
 
 
-weights = Routes(Access.ADMIN, "Control", weight_error_response)
+weights = Routes(Access.ADMIN, "Control", weight_error_response, WeightError)
 
 
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:
@@ -220,21 +237,21 @@ def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> W
 for _name, _kind in OPERATIONS.items():
     for _method in _kind.methods:
         _taken = query_schema(_kind) if _method == "GET" else body_schema(_kind, required=False)
-        _given = reply_schema(
-            None if _kind is GetWeights else {"success": True, "message": "", **_kind.reply}
-        )
+        _fields = {"success": bool, "message": str} | {n: type(value) for n, value in _kind.reply.items()}
+        _reply = msgspec.defstruct(f"{_kind.__name__}Reply", list(_fields.items()))
+        _given = reply_schema(list[Any] if _kind is GetWeights else _reply)
         weights.add(_method, f"/{_name}", _endpoint(_kind), schema={**_taken, **_given})
 
 
-@weights.get("/get_weight_version")
-@weights.get("/weight_version")
+@weights.get("/get_weight_version", schema=reply_schema(WeightVersionReply))
+@weights.get("/weight_version", schema=reply_schema(WeightVersionReply))
 async def weight_version(request: Request) -> Response:
     """Return the name of the served weights."""
     return json_response({"weight_version": runtime_of(request).manager.weights.version})
 
 
-@weights.get("/model_info")
-@weights.get("/get_model_info")
+@weights.get("/model_info", schema=reply_schema(ModelInfo))
+@weights.get("/get_model_info", schema=reply_schema(ModelInfo))
 async def model_info(request: Request) -> Response:
     """Return what is served, and the name of the served weights."""
     return json_response(engine_info.model_info(runtime_of(request)))

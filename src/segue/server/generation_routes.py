@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 
 from segue.api.native import NativeGenerate
 from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest, check_model
-from segue.api.schema import body_schema
+from segue.api.schema import body_schema, reply_schema
+from segue.api.shapes import ChatReplyShape, CompletionReplyShape, GenerateReply, ModelCard, ModelList
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
 from segue.server.calls import CHAT, COMPLETION, NATIVE, CallKind, Reply
@@ -53,31 +54,36 @@ async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
             yield data
 
 
-@openai.post("/v1/chat/completions", schema=body_schema(ChatCompletionRequest))
+_CHAT = body_schema(ChatCompletionRequest) | reply_schema(ChatReplyShape, has_stream=True)
+_COMPLETION = body_schema(CompletionRequest) | reply_schema(CompletionReplyShape, has_stream=True)
+_GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[GenerateReply], has_stream=True)
+
+
+@openai.post("/v1/chat/completions", schema=_CHAT)
 async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
     return await _answer(request, CHAT)
 
 
-@openai.post("/v1/completions", schema=body_schema(CompletionRequest))
+@openai.post("/v1/completions", schema=_COMPLETION)
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
     return await _answer(request, COMPLETION)
 
 
-@native.post("/generate", schema=body_schema(NativeGenerate))
+@native.post("/generate", schema=_GENERATE)
 async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
     return await _answer(request, NATIVE)
 
 
-@openai.get("/v1/models")
+@openai.get("/v1/models", schema=reply_schema(ModelList))
 async def models(request: Request) -> Response:
     """The one model served."""
     return json_response({"object": "list", "data": [_model_card(request)]})
 
 
-@openai.get("/v1/models/{name:path}")
+@openai.get("/v1/models/{name:path}", schema=reply_schema(ModelCard))
 async def model(request: Request) -> Response:
     """The model by name."""
     check_model(request.path_params["name"], runtime_of(request).served_model)
