@@ -76,6 +76,8 @@ class ReplyInParts:
         last: dict[int, Any] = {}
         for _, event in self.events:
             for each in event if isinstance(event, list) else [event]:
+                if "error" in each:
+                    return each
                 last[each.get("index", 0)] = each
         found = []
         for each in (last[index] for index in sorted(last)):
@@ -84,20 +86,21 @@ class ReplyInParts:
         return found
 
     def _openai(self) -> Any:
-        texts, logprobs, finish, usage = [], [], None, None
+        texts, ids, logprobs, finish, usage = [], [], [], None, None
         for _, event in self.events:
             if "error" in event:
                 return event
             for choice in event["choices"]:
                 message = choice.get("delta") or choice.get("message") or {}
                 texts.append(message.get("content") or choice.get("text") or "")
+                ids += choice.get("token_ids") or []
                 logprobs += (choice.get("logprobs") or {}).get("content") or []
                 logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
                 finish = choice.get("finish_reason") or finish
             usage = event.get("usage") or usage
         if usage is not None:  # which tokens were in the prefix cache depends on who came first
             usage = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
-        return {"text": "".join(texts), "logprobs": logprobs, "finish": finish, "usage": usage}
+        return {"text": "".join(texts), "ids": ids, "logprobs": logprobs, "finish": finish, "usage": usage}
 
 
 _KEPT = {
