@@ -177,6 +177,12 @@ class EngineConfig(Options):
     max_queued_requests: int = _scheduling(
         4096, "Most requests that wait; further ones are answered 503.", minimum=1
     )
+    max_logprobs: int = _scheduling(
+        20,
+        "Most alternatives that a client may ask for with each token's log-probability.",
+        minimum=0,
+        maximum=255,  # `messages.leg.pack_logprobs` and `disagg.offer.LOGPROBS_PER_PART` have no more room
+    )
     paused_policy: Literal["queue", "reject"] = _scheduling(
         "queue",
         "What requests do that arrive during a pause: 'queue': they wait; 'reject': they are answered 503.",

@@ -104,6 +104,29 @@ def test_logprobs_of_output_and_prompt(engine: FakeEngine) -> None:
     assert meta["output_token_logprobs"] == [[-0.5, 70, "d"], [-0.5, 71, "e"]]
     assert meta["output_top_logprobs"][0] == [[-0.5, 70, "d"], [-1.5, 71, "e"]]
     assert meta["input_token_logprobs"] == [[None, 70, "d"], [-0.5, 71, "e"], [-0.5, 72, "f"]]
+    nothing, *top = meta["input_top_logprobs"]
+    assert nothing is None and top == [
+        [[-0.5, 71, "e"], [-1.5, 72, "f"]],
+        [[-0.5, 72, "f"], [-1.5, 73, "g"]],
+    ]
+
+
+def test_a_prompt_is_scored_without_an_output_token(engine: FakeEngine) -> None:
+    reply = engine.generate(
+        input_ids=[70, 71, 72],
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=1,
+        top_logprobs_num=1,
+    )
+    meta = reply["meta_info"]
+    assert (reply["text"], reply["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["input_token_logprobs"] == [[-0.5, 71, None], [-0.5, 72, None]]
+    assert meta["input_top_logprobs"] == [[[-0.5, 71, None]], [[-0.5, 72, None]]]
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 0}]
+    updates = list(engine.generate("abc", {"max_new_tokens": 0}, stream=True))
+    assert [update["meta_info"]["finish_reason"]["type"] for update in updates] == ["length"]
 
 
 def test_numbers_beyond_any_limit_do_no_harm(engine: FakeEngine) -> None:
@@ -214,7 +237,7 @@ def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.
         ({"input_ids": [[1], []]}, "input_ids is empty"),
         ({"input_ids": [1, 99999]}, "99999"),
         ({"prompt": "a", "sampling_params": {"temperature": "hot"}}, "temperature='hot'"),
-        ({"prompt": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens=0"),
+        ({"prompt": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens=-1"),
         ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 objects for 2 prompts"),
         ({"prompt": ["a", "b"], "rid": ["x"]}, "1 ids for 2 prompts"),
         ({"prompt": "a" * 600}, "maximum context length"),

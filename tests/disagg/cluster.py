@@ -120,6 +120,11 @@ class NotingAdoption(Adoption):
         super().start_decode(request, hold, kv_epoch=kv_epoch)
 
 
+def salt_of(number: int) -> str:
+    """Returns the salt of a request, by its number."""
+    return ("", "", "one", "other")[number % 4]
+
+
 @dataclass
 class Push:
     """A push that runs in a prefill worker."""
@@ -164,10 +169,19 @@ class Worker(Simulation):
         """Whether its role is about to change."""
         return self.scheduler.roles.next_role is not None
 
-    def start(self, rid: str, prompt: list[int], params: SamplingParams, handoff: Handoff | None) -> bool:
+    def start(
+        self,
+        rid: str,
+        prompt: list[int],
+        params: SamplingParams,
+        handoff: Handoff | None,
+        salt: str = "",
+    ) -> bool:
         """Send a request; returns whether it was accepted."""
         self.scheduler.now = self.now
-        message = AddRequest(rid=rid, prompt=pack_ids(prompt), params=params, handoff=handoff)
+        message = AddRequest(
+            rid=rid, prompt=pack_ids(prompt), params=params, handoff=handoff, cache_salt=salt
+        )
         answer = self.scheduler.add(message, self.now)
         if isinstance(answer, Rejected):
             return False
@@ -557,14 +571,14 @@ class Cluster:
         params = SamplingParams(max_new_tokens=self.random.choice([2, 5]))
         prompt = self.random.choices(range(50), k=self.random.randint(1, 9))
         worker = self.random.choice(takers)
-        worker.start(f"r{self.num_requests}", prompt, params, None)
+        worker.start(f"r{self.num_requests}", prompt, params, None, salt_of(self.num_requests))
         self.flush(worker)
 
     def prefill_leg(self, rid: str) -> None:
         """Send the prefill leg to its worker."""
         number, prompt, params, name = self.handoffs[rid]
         worker = self.workers[name]
-        worker.start(rid, prompt, params, Handoff(id=number, part="prefill"))
+        worker.start(rid, prompt, params, Handoff(id=number, part="prefill"), salt_of(number))
         self.flush(worker)
 
     def decode_leg(self, rid: str, worker: Worker) -> None:
@@ -572,7 +586,7 @@ class Cluster:
         number, prompt, params, name = self.handoffs[rid]
         whole = self.random.random() < 0.3
         handoff = Handoff(id=number, part="decode", peer=name, whole=whole)
-        worker.start(rid, prompt, params, handoff)
+        worker.start(rid, prompt, params, handoff, salt_of(number))
         self.flush(worker)
 
     def live(self) -> list[tuple[Worker, str]]:

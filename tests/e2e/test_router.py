@@ -60,7 +60,7 @@ def engines(tiny_model: Path) -> Iterator[tuple[Served, Served]]:
         yield first, second
 
 
-def test_both_apis_give_what_an_engine_gives(engines: tuple[Served, Served]) -> None:
+def test_all_apis_give_what_an_engine_gives(engines: tuple[Served, Served]) -> None:
     body = {"text": "Once upon", "sampling_params": {"temperature": 0, "max_new_tokens": 12}}
     with routing(*engines) as url:
         direct, routed = (
@@ -81,6 +81,25 @@ def test_both_apis_give_what_an_engine_gives(engines: tuple[Served, Served]) -> 
             )
             texts.append("".join(part.choices[0].delta.content or "" for part in parts if part.choices))
         assert texts[0] == texts[1] and texts[0]
+        tokenized, rendered = (
+            [httpx.post(base + path, json=body, timeout=30).json() for base in (engines[0].url, url)]
+            for path, body in (
+                ("/tokenize", {"prompt": "Once upon"}),
+                ("/v1/completions/render", {"model": model, "prompt": "Once upon", "max_tokens": 12}),
+            )
+        )
+        assert tokenized[0] == tokenized[1]
+        ids = tokenized[1]["tokens"]
+        assert [each["token_ids"] for (each,) in rendered] == [ids, ids]
+        params = {"temperature": 0, "max_tokens": 12, "logprobs": 0}
+        asked = {"token_ids": ids, "sampling_params": params, "return_token_ids": True}
+        generated = httpx.post(f"{url}/inference/v1/generate", json=asked, timeout=30).json()
+        assert generated["choices"][0]["token_ids"] == direct.json()["output_ids"]
+        lines = lines_of(url, asked | {"stream": True}, 0, lambda: None, path="/inference/v1/generate")
+        chunks = [json.loads(line[6:]) for line in lines[:-1]]
+        streamed = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        assert streamed == direct.json()["output_ids"] and chunks[0]["prompt_token_ids"] == ids
+        assert lines[-1] == "data: [DONE]"
 
 
 def test_both_engines_work_for_concurrent_requests(engines: tuple[Served, Served]) -> None:
@@ -115,10 +134,12 @@ def test_an_engine_that_is_killed_costs_no_request_that_had_not_begun(tiny_model
         until(url, "/health", lambda reply: reply.json() == {"status": "ok", "workers": 2, "serving": 1})
 
 
-def lines_of(url: str, body: dict[str, Any], after: int, then: Callable[[], None]) -> list[str]:
+def lines_of(
+    url: str, body: dict[str, Any], after: int, then: Callable[[], None], path: str = "/v1/completions"
+) -> list[str]:
     """Returns the events of a stream; ``then`` is called once there are ``after`` of them."""
     lines: list[str] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", url + path, json=body, timeout=60) as reply:
         for line in reply.iter_lines():
             if line:
                 lines.append(line)
@@ -184,6 +205,12 @@ def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> No
         assert client.post("/pause?mode=keep").json()["status"] == "paused"
         assert client.post("/resume").json()["status"] == "resumed"
         assert client.post("/abort_request", json={"abort_all": True}).content == b""
+        body = {"prompt": "x", "rid": "mine", "stream": True, "max_tokens": 100, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            assert '"id":"mine"' in next(lines)
+            client.post("/abort_request", json={"rid": "mine"})
+            assert any('"finish_reason":"abort"' in line for line in lines)
         info = client.get("/server_info").json()
         assert (info["dp_size"], len(info["internal_states"]), info["status"]) == (2, 2, "ready")
         assert client.get("/model_info").json()["weight_version"] == "0"

@@ -109,6 +109,22 @@ def test_a_second_equal_prompt_is_mostly_cached(served: Served) -> None:
     assert (usage.prompt_tokens_details.cached_tokens or 0) > 0.8 * usage.prompt_tokens
 
 
+def test_a_prompt_is_scored_as_an_evaluation_asks(served: Served) -> None:
+    prompt = httpx.post(f"{served.url}/tokenize", json={"prompt": "The capital of France is Paris"}).json()
+    ask: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    replies = [served.openai.completions.create(prompt=each, **ask) for each in ([prompt["tokens"]], "The")]
+    (choice,), logprobs = replies[0].choices, replies[0].choices[0].logprobs
+    assert choice.text.startswith("The capital of France is Paris") and logprobs is not None
+    assert logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+    scored = logprobs.token_logprobs[1:-1]
+    assert len(scored) == prompt["count"] - 1
+    is_greedy = [
+        value == max(top.values()) for value, top in zip(scored, logprobs.top_logprobs[1:-1], strict=True)
+    ]
+    assert not all(is_greedy) and is_greedy[-1]  # " Paris" is what the model says itself
+    assert replies[1].choices[0].text.startswith("The")
+
+
 def test_a_client_that_disconnects_frees_its_request(served: Served, wait_until: WaitUntil) -> None:
     body = {**LONG, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as reply:

@@ -40,7 +40,7 @@ def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: 
         ("repetition_penalty", 101),
         ("repetition_penalty", 1e39),
         ("min_tokens", -1),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("seed", 1 << 63),
         ("seed", -(1 << 63) - 1),
         ("logprobs", 21),
@@ -71,6 +71,8 @@ def test_a_value_outside_its_rule_is_an_error_that_names_the_field(field: str, v
         ("logit_bias", {0: -100.0, 49: 100.0}),
         ("stop_token_ids", (0, 49)),
         ("max_tokens", 90),
+        ("max_tokens", 0),
+        ("logprobs", 20),
         ("repetition_penalty", 0.01),
         ("repetition_penalty", 100),
     ],
@@ -80,8 +82,8 @@ def test_a_value_at_its_limit_is_accepted(field: str, value: Any) -> None:
 
 
 def test_errors_use_the_names_of_the_api() -> None:
-    with pytest.raises(InvalidRequestError, match="max_new_tokens=0") as raised:
-        build(names={"max_tokens": "max_new_tokens"}, max_tokens=0)
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=-1") as raised:
+        build(names={"max_tokens": "max_new_tokens"}, max_tokens=-1)
     assert raised.value.param == "max_new_tokens"
 
 
@@ -165,7 +167,9 @@ def test_token_ids_out_of_range_are_errors(wrong: int) -> None:
         ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
         ({"top_k": -2}, "top_k=-2: must be at least -1"),
         ({"repetition_penalty": 0}, "repetition_penalty=0: must be at least 0.01 and at most 100"),
-        ({"logprobs": 21}, "logprobs=21: must be at least -1 and at most 20"),
+        ({"logprobs": -2}, "logprobs=-2: must be at least -1"),
+        ({"logprobs": 21}, "logprobs=21: at most 20 (--max-logprobs) are allowed"),
+        ({"num_prompt_top": 21}, "num_prompt_top=21: at most 20 (--max-logprobs) are allowed"),
         ({"logit_bias": {50: 1.0}}, "logit_bias=50: must be at least 0 and at most 49"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens=6: must be at most max_tokens=5"),
     ],

@@ -8,9 +8,10 @@ from segue.kvcache.journal import ROOT, PageRecord
 from segue.kvcache.prefix_cache import Node, PrefixCache
 
 
-def insert(cache: PrefixCache, tokens: list[int], pages: list[int], epoch: int = 0) -> Node:
+def insert(cache: PrefixCache, tokens: list[int], pages: list[int], epoch: int = 0, salt: str = "") -> Node:
     """Insert ``tokens`` page by page, and return the deepest node, which is locked."""
-    node, size = cache.root(epoch), cache.page_size
+    node, size = cache.root(epoch, salt), cache.page_size
+    cache.lock(node)
     for index, page in enumerate(pages):
         node = cache.extend(node, tuple(tokens[index * size : (index + 1) * size]), page)
     return node
@@ -29,6 +30,33 @@ def test_pages_of_another_epoch_never_match() -> None:
     cache = PrefixCache(2)
     insert(cache, [1, 2], [10], epoch=0)
     assert cache.pages(cache.match(1, [1, 2, 3], 3)) == []
+
+
+def test_salts_never_share_pages() -> None:
+    cache = PrefixCache(2)
+    insert(cache, [1, 2], [10])
+    insert(cache, [1, 2], [11], salt="one")
+    assert cache.pages(cache.match(0, [1, 2, 3], 3)) == [10]
+    assert cache.pages(cache.match(0, [1, 2, 3], 3, "one")) == [11]
+    assert cache.pages(cache.match(0, [1, 2, 3], 3, "other")) == []
+    assert cache.pages(cache.match(1, [1, 2, 3], 3, "one")) == []
+
+
+def test_roots_that_nobody_needs_are_dropped_and_others_stay() -> None:
+    cache = PrefixCache(1)
+    cache.unlock(insert(cache, [1], [10], salt="pages"))
+    held = cache.root(0, "held")  # by a request that has no page yet
+    cache.lock(held)
+    hidden = insert(cache, [2], [11], salt="hidden")
+    cache.hide(hidden)
+    for number in range(10_000):
+        cache.match(0, [1], 1, f"salt {number}")
+    assert len(list(cache.roots())) < 200
+    assert cache.pages(cache.match(0, [1], 1, "pages")) == [10]
+    assert cache.root(0, "held") is held
+    cache.unlock(held)
+    cache.unlock(hidden)
+    assert all(root.locks == 0 for root in cache.roots()) and cache.num_evictable == 2
 
 
 def test_of_two_pages_with_equal_tokens_the_first_stays() -> None:

@@ -19,6 +19,7 @@ FULL: dict[str, Any] = {
     "presence_penalty": 0.2,
     "logprobs": 2,
     "prompt_logprobs_start": 1,
+    "num_prompt_top": 2,
 }
 
 

@@ -28,7 +28,7 @@ CASES = [
 ]
 PROMPT = making.prompt(75, seed=1)
 NUM_TOKENS = 12
-GREEDY: dict[str, Any] = {"logprobs": 3, "prompt_logprobs_start": 1}
+GREEDY: dict[str, Any] = {"logprobs": 3, "prompt_logprobs_start": 1, "num_prompt_top": 3}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "logprobs": 0}
 OPTIONS: dict[str, Any] = {"max_running_requests": 66, "num_kv_tokens": 16384, "chunked_prefill_size": 8192}
 

@@ -145,13 +145,15 @@ def test_logprobs_are_those_of_transformers(llama, planner):
 @pytest.mark.parametrize("first", [1, 10])
 def test_prompt_logprobs_are_those_of_transformers(llama, planner, chunk, first):
     prompt = making.prompt(25)
-    sequence = planner.generate(prompt, 3, chunk=chunk, logprobs=2, prompt_logprobs_start=first)
+    options = {"logprobs": 0, "prompt_logprobs_start": first, "num_prompt_top": 2}
+    sequence = planner.generate(prompt, 3, chunk=chunk, **options)
     expected = llama[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
     assert [entry.token for entry in sequence.prompt_logprobs] == prompt[first:]
     for position, entry in enumerate(sequence.prompt_logprobs, start=first):
         row = expected[position - 1]
         assert math.isclose(entry.logprob, row[prompt[position]], abs_tol=1e-4)
         assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
+    assert [entry.top for entry in sequence.logprobs] == [[], [], []]
     assert sequence.output == tiny.reference(llama[1], prompt, 3)
 
 

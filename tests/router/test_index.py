@@ -29,6 +29,7 @@ def test_a_worker_has_the_blocks_that_it_was_given_up_to_the_first_difference() 
     index = index_with(a=prompt(1, 2, 3), b=prompt(1, 9, 3), c=prompt(5))
     assert index.match(keys_of(prompt(1, 2, 3, 4))) == {"a": 3 * BLOCK, "b": BLOCK}
     assert index.match(keys_of(prompt(4, 2, 3))) == {}
+    assert index.match(keys_of(prompt(1, 2, 3, 4), b'"salt"')) == {}
     assert index.match([]) == {}
 
 

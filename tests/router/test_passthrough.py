@@ -1,4 +1,4 @@
-"""Requests that generate nothing: the models, which any worker can list."""
+"""Requests that generate nothing: the models, and what becomes of texts; any worker can answer."""
 
 from __future__ import annotations
 
@@ -76,5 +76,22 @@ def test_a_client_that_leaves_closes_the_connection() -> None:
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
             await asyncio.wait_for(worker.exchanges[0].gone.wait(), 5)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "path", ["/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render"]
+)
+def test_a_body_is_passed_on(path: str) -> None:
+    async def test() -> None:
+        worker = FakeWorker()
+        async with routed(FakeWorker(cut), worker, policy="round_robin") as router:
+            for _ in range(2):
+                reply = await router.http.post(path, json={"prompt": "x"})
+                assert (reply.status_code, reply.content) == (200, REPLY)
+            (first, second) = worker.exchanges
+            assert (first.method, first.path, first.body) == ("POST", path, b'{"prompt":"x"}')
+            assert second.body == first.body
 
     run(test())

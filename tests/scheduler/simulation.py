@@ -36,6 +36,11 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
     return hash((VOCAB, seed, *tokens)) % VOCAB  # integers only: the hash of a string differs in each process
 
 
+def prefix_of(tokens: list[int], salt: str = "") -> int:
+    """Returns what the fake device writes as the KV of the last token: no two prefixes or salts share it."""
+    return hash((salt, *tokens))
+
+
 def expected_output(prompt: list[int], params: SamplingParams, max_seq_len: int) -> list[int]:
     """Returns the output tokens that a request must get under any schedule."""
     tokens = list(prompt)
@@ -63,6 +68,7 @@ class FakeDevice:
     )  # (page, offset) -> (prefix, version)
     born: dict[int, str] = field(default_factory=dict)  # slot -> weight version of its first KV
     owner: dict[int, int] = field(default_factory=dict)  # slot -> running number of its request
+    salts: dict[int, str] = field(default_factory=dict)  # slot -> salt of its request, which no device knows
     unapplied: deque[dict[int, set[int]]] = field(
         default_factory=deque
     )  # per step in flight: page -> requests
@@ -74,7 +80,9 @@ class FakeDevice:
         for new in plan.new_slots:
             self.tokens[new.slot] = unpack_ids(new.tokens)
             self.seeds[new.slot] = new.params.seed
-            self.max_len[new.slot] = min(new.prompt_len + new.params.max_new_tokens, self.limits.max_seq_len)
+            # A prompt that is only to be computed is sampled from, too: the scheduler drops that token.
+            most = max(1, new.params.max_new_tokens)
+            self.max_len[new.slot] = min(new.prompt_len + most, self.limits.max_seq_len)
             self.tables[new.slot] = {}
             self.born[new.slot] = version
             self.num_owners += 1
@@ -96,7 +104,7 @@ class FakeDevice:
             assert end <= len(tokens), "a position is computed before its token is known"
             for position in range(end):
                 entry = (table[position // self.limits.page_size], position % self.limits.page_size)
-                prefix = hash(tuple(tokens[: position + 1]))
+                prefix = prefix_of(tokens[: position + 1], self.salts.get(slot, ""))
                 if position >= start:
                     self.kv[entry] = (prefix, version)
                     users = set().union(*(step.get(entry[0], ()) for step in self.unapplied))
@@ -170,7 +178,14 @@ class Simulation:
         self.finished: dict[str, Finished] = {}
 
     def add(
-        self, rid: str, prompt: list[int], *, priority: int = 0, num_known: int = 0, **params: object
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        priority: int = 0,
+        num_known: int = 0,
+        salt: str = "",
+        **params: object,
     ) -> None:
         """Send a request, which must be accepted; it begins with its first ``num_known`` output tokens."""
         self.prompts[rid] = prompt
@@ -183,10 +198,12 @@ class Simulation:
             params=self.params[rid],
             priority=priority,
             outputs=pack_ids(known),
+            cache_salt=salt,
         )
         answer = self.scheduler.add(message, self.now)
         assert not isinstance(answer, Rejected)
-        assert (answer is not None) == (known == self.expected(rid)), "it ends at once if nothing is left"
+        is_over = bool(known) and known == self.expected(rid)
+        assert (answer is not None) == is_over, "it ends at once if nothing is left"
         self.end([answer] if answer else [])
 
     def expected(self, rid: str) -> list[int]:
@@ -206,6 +223,7 @@ class Simulation:
 
     def run_on_device(self, plan: StepPlan) -> StepResult:
         """Launch a step, and return its result, which nobody knows yet."""
+        self.device.salts |= {r.slot: r.cache_salt for r in self.scheduler.running.values()}
         return self.device.launch(plan, str(self.scheduler.kv_epoch))
 
     def apply(self) -> SchedulerOutput:
@@ -270,5 +288,6 @@ class Simulation:
         assert num_covered == max(0, finished.num_tokens - num_known)
         assert finished.cached_tokens <= finished.prompt_tokens == len(self.prompts[rid])
         first = self.params[rid].prompt_logprobs_start
-        if first >= 0 and finished.reason in ("length", "stop") and len(self.outputs[rid]) > num_known:
+        has_run = len(self.outputs[rid]) > num_known or not self.params[rid].max_new_tokens
+        if first >= 0 and finished.reason in ("length", "stop") and has_run:
             assert self.prompt_logprobs[rid] == self.prompts[rid][max(1, first) :]

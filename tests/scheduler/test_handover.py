@@ -24,7 +24,7 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.pause import PauseControl, PauseState
 from segue.scheduler.request import RequestPhase
 from tests.disagg.cluster import Worker
-from tests.scheduler.simulation import Simulation, next_token
+from tests.scheduler.simulation import Simulation, next_token, prefix_of
 from tests.support.kv_hello import hello
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two full pages of four tokens, and one token
@@ -68,7 +68,7 @@ class DecodeWorker(Worker):
         size = self.limits.page_size
         for index, page in enumerate(unpack_ids(grant.pages), grant.first_page):
             for position in range(index * size, min((index + 1) * size, len(prompt))):
-                self.device.kv[page, position % size] = hash(tuple(prompt[: position + 1])), version
+                self.device.kv[page, position % size] = prefix_of(prompt[: position + 1]), version
 
     def first(self, handoff: int = 1, prompt: list[int] = PROMPT) -> None:
         token = next_token(prompt, PARAMS.seed)

@@ -30,6 +30,7 @@ from tests.scheduler.test_properties import Policies, StepMachine, known, polici
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
+salts = st.sampled_from(["", "", "one", "other"])
 ttls = st.sampled_from([None, None, 0, 2, 9])
 PHASES = (Phase.generate,)  # add Phase.shrink to debug a failure; it can take minutes
 
@@ -39,12 +40,13 @@ requests = st.fixed_dictionaries(
         "prompt": prompts,
         "params": st.fixed_dictionaries(
             {
-                "max_new_tokens": st.integers(1, 40),
+                "max_new_tokens": st.integers(0, 40),
                 "priority": st.integers(-1, 1),
                 "num_known": known,
                 "stop_token_ids": st.sampled_from([(), (), (3, 4)]),
                 "prompt_logprobs_start": st.sampled_from([-1, -1, 0, 3]),
                 "seed": st.integers(0, 3),
+                "salt": salts,
             }
         ),
     }

@@ -103,11 +103,12 @@ class SchedulerMachine(StepMachine):
 
     @rule(
         prompt=prompts,
-        max_new_tokens=st.integers(1, 40),
+        max_new_tokens=st.integers(0, 40),
         priority=st.integers(-1, 1),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         logprobs_from=st.sampled_from([-1, -1, 0, 3]),
         num_known=known,
+        salt=st.sampled_from(["", "", "one", "other"]),
     )
     def add(
         self,
@@ -117,6 +118,7 @@ class SchedulerMachine(StepMachine):
         stops: set[int],
         logprobs_from: int,
         num_known: int,
+        salt: str,
     ) -> None:
         self.count += 1
         self.sim.add(
@@ -124,6 +126,7 @@ class SchedulerMachine(StepMachine):
             prompt,
             priority=priority,
             num_known=num_known,
+            salt=salt,
             max_new_tokens=max_new_tokens,
             stop_token_ids=tuple(stops),
             prompt_logprobs_start=logprobs_from,

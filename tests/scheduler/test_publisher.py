@@ -6,7 +6,7 @@ from segue.kvcache.journal import ROOT, ForgottenCache, ForgottenPages, FoundPag
 from segue.messages.steps import NON_FINITE, StepResult
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.publisher import PagePublisher
-from tests.scheduler.simulation import Simulation
+from tests.scheduler.simulation import Simulation, prefix_of
 
 
 class Publishing(Simulation):
@@ -90,6 +90,13 @@ def test_what_requests_cannot_match_any_more_is_forgotten() -> None:
     assert [type(change) for change in sim.changes()] == [PageRecord], "the third page was never published"
 
 
+def test_pages_of_a_salt_are_not_published() -> None:
+    sim = Publishing()
+    sim.add("a", [1, 2, 3, 4, 5], max_new_tokens=1, salt="one")
+    sim.run()
+    assert sim.changes() == []
+
+
 def test_new_weights_and_a_flush_end_everything() -> None:
     sim = Publishing()
     sim.add("a", [1, 2, 3, 4, 5], max_new_tokens=1)
@@ -113,7 +120,7 @@ def test_an_engine_goes_on_with_the_numbers_of_the_one_before() -> None:
     assert sim.changes() == [], "they are in the journal"
     prompt = [1, 2, 3, 4, 9, 9, 9, 9, 5]
     for offset in range(4):
-        sim.device.kv[7, offset] = (hash(tuple(prompt[: offset + 1])), "0")
+        sim.device.kv[7, offset] = (prefix_of(prompt[: offset + 1]), "0")
     sim.add("a", prompt, max_new_tokens=1)
     sim.run()
     assert sim.finished["a"].cached_tokens == 4

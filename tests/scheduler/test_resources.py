@@ -48,6 +48,7 @@ def test_cached_pages_are_evicted_when_too_few_are_free() -> None:
     resources = make(2)
     pages = resources.take_pages(2)
     root = resources.prefix.root(0)
+    resources.prefix.lock(root)
     node = resources.prefix.extend(root, (1, 2, 3, 4), pages[0])
     resources.prefix.unlock(node)
     assert (len(resources.free_pages), resources.num_available) == (0, 1)

@@ -16,6 +16,7 @@ from segue.messages.requests import (
     Abort,
     AddRequest,
     Finish,
+    Handoff,
     Rejected,
     SamplingParams,
     TokenLogprob,
@@ -286,6 +287,54 @@ def test_prompt_logprobs_cover_the_prompt_once_with_chunks_and_with_a_cached_pre
     assert sim.prompt_logprobs["all"] == prompt[1:]
     assert sim.prompt_logprobs["end"] == prompt[30:]
     assert (sim.finished["all"].cached_tokens, sim.finished["end"].cached_tokens) == (0, 28)
+
+
+def test_requests_share_kv_with_those_of_the_same_salt_only() -> None:
+    sim = Simulation()
+    prompt = list(range(20))
+    for rid, salt in (("a", "one"), ("b", "other"), ("c", ""), ("d", "one"), ("e", "")):
+        sim.add(rid, prompt, salt=salt)
+        sim.run()
+    assert [sim.finished[rid].cached_tokens for rid in "abcde"] == [0, 0, 0, 16, 16]
+
+
+def test_a_retracted_request_finds_its_pages_under_its_salt() -> None:
+    sim = Simulation()
+    sim.add("r", list(range(20)), salt="one")
+    for _ in range(4):
+        sim.step()
+    sim.scheduler.retract(sim.scheduler.running["r"])
+    plan = sim.launch()
+    assert plan is not None and plan.starts == [20]
+    sim.apply()
+    sim.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_for_no_token_ends_when_its_prompt_is_computed(overlap: bool) -> None:
+    sim = Simulation()
+    prompt = list(range(40))  # three chunks
+    sim.add("scored", prompt, max_new_tokens=0, prompt_logprobs_start=0)
+    sim.run(overlap=overlap)
+    end = sim.finished["scored"]
+    assert (end.reason, end.num_tokens, end.matched, end.versions) == ("length", 0, None, [("0", 0, 0)])
+    assert sim.outputs["scored"] == [] and sim.prompt_logprobs["scored"] == prompt[1:]
+    sim.add("after", prompt, max_new_tokens=1)  # the prompt's pages stay in the cache
+    sim.run()
+    assert sim.finished["after"].cached_tokens == 36
+
+
+def test_a_request_for_no_token_has_nothing_to_hand_over() -> None:
+    sim = Simulation(role="prefill")
+    message = AddRequest(
+        rid="r",
+        prompt=pack_ids([1, 2]),
+        params=SamplingParams(max_new_tokens=0),
+        handoff=Handoff(id=1, part="prefill"),
+    )
+    answer = sim.scheduler.add(message, 0.0)
+    assert isinstance(answer, Rejected) and "asks for no token" in answer.message
+    assert sim.scheduler.add(structs.replace(message, handoff=None), 0.0) is None
 
 
 def test_a_retracted_request_with_complete_prompt_logprobs_finds_its_output_in_the_cache() -> None:

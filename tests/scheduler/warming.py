@@ -21,7 +21,7 @@ from segue.scheduler.scheduler import Scheduler
 from segue.worker.warm_kv import WarmKV
 from tests.kvcache.torn_journal import TornJournal
 from tests.scheduler.pausing import PausingSimulation
-from tests.scheduler.simulation import VOCAB, FakeDevice
+from tests.scheduler.simulation import VOCAB, FakeDevice, prefix_of
 
 FACTS = name_of("facts")
 Memory = Literal["kept", "new", "private", "used"]
@@ -107,7 +107,7 @@ class WarmingSimulation(PausingSimulation):
         for page, tokens in self.adopted.items():
             for offset in range(self.limits.page_size):
                 count = len(tokens) - self.limits.page_size + offset + 1
-                expected = hash(tuple(tokens[:count])), str(self.served)
+                expected = prefix_of(tokens[:count]), str(self.served)
                 found = self.shared.kv.get((page, offset))
                 assert found == expected, f"page {page} was adopted, and has other KV"
         assert find_problems(self.scheduler) == []

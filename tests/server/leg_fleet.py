@@ -106,6 +106,18 @@ CASES: dict[str, Case] = {
     "completion, logprobs": openai(COMPLETION, logprobs=2, **USAGE),
     "completion, batch": openai(COMPLETION, prompt=["Hello", "How are you?"], **USAGE),
     "completion, greedy": openai(COMPLETION, temperature=0),
+    "completion, echo and ids": openai(
+        COMPLETION, echo=True, logprobs=1, return_token_ids=True, max_tokens=3
+    ),
+    "tokens": (
+        "/inference/v1/generate",
+        {
+            "token_ids": [40, 70, 77, 80],
+            "sampling_params": {"max_tokens": 8, "ignore_eos": True, "logprobs": 2},
+            "return_token_ids": True,
+            **USAGE,
+        },
+    ),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 

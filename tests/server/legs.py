@@ -114,12 +114,16 @@ def _native(events: list[dict[str, Any]]) -> Any:
 def _openai(events: list[dict[str, Any]]) -> Any:
     heads, usages, choices = set(), [], dict[int, dict[str, Any]]()
     for event in events:
-        heads.add((event["id"], event["object"], event["created"], event["model"]))
+        names = ("id", "object", "created", "model")  # a reply of token ids has an id of another name
+        heads.add(tuple(event[name] for name in names) if "id" in event else event["request_id"])
         if event.get("usage"):
             assert event is events[-1] and event["choices"] == []
             usages.append(_comparable(event["usage"]))
         for choice in event["choices"]:
-            found = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "roles": 0, "end": None})
+            found = choices.setdefault(
+                choice["index"],
+                {"text": "", "logprobs": [], "roles": 0, "end": None, "ids": [], "prompts": 0},
+            )
             assert found["end"] is None, "nothing comes behind the end"
             delta = choice.get("delta", {})
             if "role" in delta:
@@ -128,7 +132,9 @@ def _openai(events: list[dict[str, Any]]) -> Any:
             found["text"] += delta.get("content", "") + choice.get("text", "")
             found["end"] = choice["finish_reason"]
             found["logprobs"] += _logprobs(choice["logprobs"])
-    assert len(heads) == 1
+            found["ids"] += choice.get("token_ids") or []
+            found["prompts"] += "prompt_token_ids" in event | choice
+    assert len(heads) == 1 and all(found["prompts"] <= 1 for found in choices.values())
     return heads, usages, choices
 
 

@@ -49,7 +49,6 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -157,7 +156,6 @@ def test_unknown_fields_are_named(api: Api, field: str) -> None:
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("chat_template_kwargs", {"enable_thinking": False}),
         ("include_stop_str_in_output", True),
-        ("prompt_logprobs", 1),
         ("regex", "a+"),
         ("ebnf", "root ::= a"),
         ("choice", ["a"]),
@@ -175,13 +173,21 @@ def test_only_the_very_value_that_asks_for_nothing_is_accepted(api: Api, value: 
     assert error_of(api.chat(n=value))["param"] == "n"
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("suffix", "x"), ("n", 3)])
+@pytest.mark.parametrize(("field", "value"), [("best_of", 2), ("suffix", "x"), ("n", 3)])
 def test_fields_of_completions_that_are_not_there_yet(api: Api, field: str, value: Any) -> None:
     assert error_of(api.complete(**{field: value}))["param"] == field
 
 
 @pytest.mark.parametrize(
-    "fields", [{"logprobs": 5}, {"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}]
+    "fields",
+    [
+        {"logprobs": 5},
+        {"top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 21},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 0, "stream": True},
+    ],
 )
 def test_wrong_logprobs_of_chat(api: Api, fields: dict[str, Any]) -> None:
     assert error_of(api.chat(**fields))["param"] in fields

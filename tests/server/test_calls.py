@@ -38,6 +38,35 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "completion": ("/v1/completions", {"model": MODEL, "prompt": "x", "stop": STOPS, "logprobs": 1}),
     "completion without stop": ("/v1/completions", {"model": MODEL, "prompt": "x"}),
+    "echo": (
+        "/v1/completions",
+        {
+            "model": MODEL,
+            "prompt": "xyz",
+            "stop": STOPS,
+            "logprobs": 1,
+            "echo": True,
+            "return_token_ids": True,
+        },
+    ),
+    "chat of tokens": (
+        "/v1/chat/completions/tokens",
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "tokens": [5, 6],
+            "return_token_ids": True,
+        },
+    ),
+    "tokens": (
+        "/inference/v1/generate",
+        {
+            "token_ids": [5, 6],
+            "sampling_params": {"stop": STOPS, "logprobs": 2},
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
 }
 
 
@@ -50,6 +79,8 @@ async def tell(runtime: Runtime, path: str, body: dict[str, Any], before: list[F
     generation = Generation(1, abort=lambda rid: None)
     ((ids, params),) = await runtime.manager.encoder.encode_call(requests, generation)
     state = RequestState(requests[0], ids, params, runtime.manager.table, 0.0, generation.changed)
+    if params.prompt_logprobs_start == 0:
+        state.prompt_logprobs = [TokenLogprob(token, -0.5, [(token, -0.5)]) for token in ids[1:]]
     state.prime(requests[0].outputs, requests[0].output_logprobs, requests[0].output_end)
     generation.states.append(state)
     frames = _stream(generation, kind.reply(runtime, _with(call, leg, requests), generation))

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from segue.api.asks_nothing import FIELDS
 from segue.api.native import NativeGenerate, NativeSampling
-from segue.api.openai.requests import CHAT_NOT_YET, HARMLESS, ChatCompletionRequest, CompletionRequest
+from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from tests.server.conftest import MODEL
 from tests.server.live import LiveServer
 
@@ -50,6 +51,7 @@ GOOD: dict[str, Any] = {
     "stream": st.booleans(),
     "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
     "rid": st.none(),
+    "request_id": st.none(),
 }
 
 
@@ -62,7 +64,7 @@ def bodies(names: list[str], required: list[str]) -> st.SearchStrategy[dict[str,
 
 
 CHAT = bodies(
-    [*ChatCompletionRequest.__struct_fields__, *sorted(HARMLESS), *CHAT_NOT_YET],
+    [*ChatCompletionRequest.__struct_fields__, *FIELDS["chat"]],
     ["model", "messages", "max_tokens"],
 )
 COMPLETION = bodies([*CompletionRequest.__struct_fields__], ["model", "prompt", "max_tokens"])

@@ -14,27 +14,39 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from segue.api.asks_nothing import FIELDS
 from segue.api.native import NativeGenerate, parse_call
 from segue.api.openai.requests import (
-    CHAT_NOT_YET,
-    HARMLESS,
     ChatCompletionRequest,
     CompletionRequest,
     parse_chat,
     parse_completion,
 )
+from segue.api.token_generate import TokenGenerate, parse_token_call
+from segue.api.tokenization import MAX_IDS
 from segue.api.validation import Decoded, parse
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import json_pieces, large_body
-from segue.server.large_body import Shape, chat, completion, control, decode, generate
+from segue.server.large_body import (
+    Shape,
+    chat,
+    chat_tokens,
+    completion,
+    control,
+    decode,
+    detokenize,
+    generate,
+    token_generate,
+    tokenize,
+)
 
 MAX_PROMPTS = 6
 LIMITS = RequestLimits(max_seq_len=40, vocab_size=1000, eos_ids=())
 MODEL = ServedModel(
-    names=[], max_prompts=MAX_PROMPTS, encoder=cast(PromptEncoder, SimpleNamespace(limits=LIMITS))
+    names=["m"], max_prompts=MAX_PROMPTS, encoder=cast(PromptEncoder, SimpleNamespace(limits=LIMITS))
 )
 SCALARS = (
     st.none()
@@ -110,6 +122,10 @@ GENERATE = fields(
         "image_data": VALUES,
     },
 )
+TOKENS = fields(
+    {"token_ids": IDS.filter(bool), "sampling_params": PARAMS},
+    {"extra": VALUES, "features": VALUES, "request_id": TEXTS, "priority": st.integers(-2, 2)},
+)
 PREPARE = fields(
     {"num_buckets": st.integers(0, 3), "buckets": st.lists(BUCKET, max_size=4), "group_name": TEXTS},
     {
@@ -126,6 +142,12 @@ def native(body: Any) -> Any:
     for request in call.requests:
         check_ids(request.prompt, request.options.stop_token_ids)
     return [(request.prompt, request.options) for request in call.requests]
+
+
+def tokens(body: Any) -> Any:
+    (request,) = parse_token_call(body, MODEL).requests
+    check_ids(request.prompt, request.options.stop_token_ids)
+    return request.prompt, request.options, request.priority
 
 
 def completions(body: Any) -> Any:
@@ -158,11 +180,12 @@ FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]]
     (CHAT, chats, chat),
     (COMPLETION, completions, completion),
     (GENERATE, native, generate),
+    (TOKENS, tokens, token_generate),
     (PREPARE, *weights("prepare_weights_update")),
     (DISTRIBUTED, *weights("update_weights_from_distributed")),
     (TENSOR, *weights("update_weights_from_tensor")),
 ]
-NAMES_OF_FAMILIES = ["chat", "completion", "generate", "prepare", "distributed", "tensor"]
+NAMES_OF_FAMILIES = ["chat", "completion", "generate", "tokens", "prepare", "distributed", "tensor"]
 
 
 @pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
@@ -252,6 +275,13 @@ LARGE = 20_000  # items, more than one piece of each kind
         (generate, "sampling_params", many("{}", LARGE), "at most 6"),
         (generate, "sampling_params", many("1", LARGE), "sampling_params: expected an object"),
         (generate, "priority", b"1" * LARGE, "priority has 20000 bytes"),
+        (token_generate, "token_ids", many("1", LARGE), f"{LARGE} tokens"),
+        (token_generate, "token_ids", many('"a"', LARGE), "token_ids: expected a list of token ids"),
+        (token_generate, "sampling_params", many("{}", LARGE), "sampling_params: expected an object"),
+        (chat_tokens, "tokens", many("1", LARGE), f"{LARGE} tokens"),
+        (tokenize, "prompt", many('"a"', LARGE), "prompt: expected a string"),
+        (tokenize, "messages", many("{}", LARGE), r"messages\[0\].role: this field is required"),
+        (detokenize, "tokens", many("1", MAX_IDS + 1), f"{MAX_IDS + 1} token ids; at most {MAX_IDS}"),
     ],
 )
 def test_too_many_items_and_wrong_ones_are_refused_by_name(
@@ -433,9 +463,10 @@ def test_names_that_the_count_before_decoding_misses_are_counted(name: str) -> N
 
 def test_every_field_of_a_model_is_known_to_its_shape() -> None:
     for shape, model, others in (
-        (chat, ChatCompletionRequest, {*HARMLESS, *CHAT_NOT_YET}),
-        (completion, CompletionRequest, HARMLESS),
-        (generate, NativeGenerate, set[str]()),
+        (chat, ChatCompletionRequest, FIELDS["chat"]),
+        (completion, CompletionRequest, FIELDS["completions"]),
+        (generate, NativeGenerate, FIELDS["native"]),
+        (token_generate, TokenGenerate, FIELDS["tokens"]),
     ):
         known = large_body._undecoded(shape(MODEL).model, shape(MODEL).skipped | shape(MODEL).refused)
         assert {*model.__struct_fields__, *others} <= {*known.__struct_fields__}

@@ -83,7 +83,8 @@ class EchoRunner(FakeRank):
         super().__init__(tp)
         self._token = int(os.environ.get("FAKE_TOKEN", "0"))
         self._vocab_size = vocab_size
-        self._slots: dict[int, tuple[list[int], int]] = {}  # slot -> prompt, logprobs
+        # slot -> prompt, logprobs, alternatives of prompt tokens
+        self._slots: dict[int, tuple[list[int], int, int]] = {}
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
         self._stall_at = int(os.environ.get("FAKE_STALL_AT_STEP", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
@@ -95,16 +96,18 @@ class EchoRunner(FakeRank):
         if plan.step == self._exit_at:
             os._exit(3)
         for new in plan.new_slots:
-            self._slots[new.slot] = (unpack_ids(new.tokens)[: new.prompt_len], new.params.logprobs)
+            params = new.params
+            prompt = unpack_ids(new.tokens)[: new.prompt_len]
+            self._slots[new.slot] = (prompt, params.logprobs, params.num_prompt_top)
         tokens: list[int] = []
         logprobs: list[TokenLogprob | None] = []
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         for index, slot in enumerate(plan.slots):
-            prompt, num_logprobs = self._slots[slot]
+            prompt, num_logprobs, num_prompt_top = self._slots[slot]
             end = plan.starts[index] + plan.lens[index]
             following = range(end - plan.num_logits[index] + 1, min(end + 1, len(prompt)))
             if plan.num_logits[index] > plan.samples[index]:
-                prompt_logprobs[slot] = [self._logprob(prompt[p], num_logprobs) for p in following]
+                prompt_logprobs[slot] = [self._logprob(prompt[p], num_prompt_top) for p in following]
             if plan.samples[index]:
                 token = (prompt[(end - len(prompt)) % len(prompt)] + self._token) % self._vocab_size
                 tokens.append(token)

@@ -18,6 +18,12 @@ class AbortRequest(Struct, frozen=True, kw_only=True):
     rid: str | None = ""
     abort_all: bool = False
     aborted_message: str | None = None
+    abort_message: str | None = None  # SGLang's name of it
+
+    @property
+    def message(self) -> str | None:
+        """What the reply says of the end; None: the engine's own words."""
+        return self.aborted_message if self.abort_message is None else self.abort_message
 
 
 class PauseRequest(Struct, frozen=True, kw_only=True):

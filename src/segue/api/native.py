@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from msgspec import Struct
 
-from segue.api.bootstrap import BOOTSTRAP_RULES, BootstrapFields, bootstraps
+from segue.api.asks_nothing import Place, without_nothing
+from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
-from segue.frontend.request import (
-    LOWEST_LOGPROB,
-    MAX_PRIORITY,
-    GenerateRequest,
-    Generation,
-    Output,
-)
+from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
@@ -32,17 +28,11 @@ from segue.messages.requests import Finished
 RULES = {
     "text": "a string or a list of strings",
     "input_ids": "a list of token ids or a list of such lists",
-    "rid": "a string or a list of strings",
+    **dict.fromkeys(("rid", "request_id"), "a string or a list of strings"),
     "stop": "a string or a list of strings",
     "sampling_params": "an object or a list of objects",
     **BOOTSTRAP_RULES,
 }
-# Known fields that would change the output and are not implemented: refused unless empty.
-UNSUPPORTED_FIELDS = (
-    *("audio_data", "image_data", "video_data", "input_embeds", "lora_path", "session_params"),
-    *("custom_logit_processor", "return_hidden_states", "token_ids_logprob"),
-)
-UNSUPPORTED_SAMPLING = ("ebnf", "json_schema", "regex", "stop_regex", "structural_tag")
 # OpenAI's field names, which are those of SamplingOptions, to those of this API.
 NAMES = {
     "max_tokens": "max_new_tokens",
@@ -51,13 +41,12 @@ NAMES = {
     "logprobs": "top_logprobs_num",
     "keep_stop": "no_stop_trim",
 }
-MAX_RID_CHARS = 256
 
 
 class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
     """``sampling_params``; a field has the name of its option, and the API's in JSON."""
 
-    max_tokens: int | None = 128
+    max_tokens: int | None = 128  # null: the rest of the context
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -76,7 +65,7 @@ class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
     n: int = 1
 
 
-class NativeGenerate(BootstrapFields, frozen=True, kw_only=True):
+class NativeGenerate(RequestFields, frozen=True, kw_only=True):
     """``POST /generate``; lists are batches."""
 
     text: str | list[str] | None = None
@@ -88,7 +77,7 @@ class NativeGenerate(BootstrapFields, frozen=True, kw_only=True):
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     rid: str | list[str] | None = None
-    priority: int = 0
+    request_id: str | list[str] | None = None  # another name of ``rid``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,26 +99,25 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
         InvalidRequestError: a wrong or missing field.
         UnsupportedFieldError: a known field that is not implemented.
     """
-    call = parse(NativeGenerate, body, rules=RULES)
-    _refuse_unsupported(body, UNSUPPORTED_FIELDS)
+    call = parse(NativeGenerate, _given(body, "native"), rules=RULES)
     if (call.text is None) == (call.input_ids is None):
         raise InvalidRequestError("give either text or input_ids, and not both", param="text")
     param, value = ("text", call.text) if call.input_ids is None else ("input_ids", call.input_ids)
     prompts, batched = prompts_of(value, param, RULES, max_prompts)
-    rids, batch_id = _rids(call.rid, len(prompts), batched, reply_id or uuid.uuid4().hex)
+    given = given_rid(call.rid, call.request_id)
+    rids, batch_id = _rids(given, len(prompts), batched, reply_id or uuid.uuid4().hex)
     options = _all_options(call, len(prompts))
     for rid in rids:
-        _check_rid(rid)
-    if abs(call.priority) > MAX_PRIORITY:
-        rule = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise invalid_value("priority", call.priority, rule)
+        check_rid(rid)
+    priority, salt = check_fields(call)
     return NativeCall(
         requests=[
             GenerateRequest(
                 rid=rid,
                 prompt=prompt,
                 options=option,
-                priority=call.priority,
+                priority=priority,
+                cache_salt=salt,
                 param=param,
                 bootstrap=bootstrap,
             )
@@ -143,22 +131,18 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
     )
 
 
-def _check_rid(rid: str) -> None:
-    """Raise InvalidRequestError for a request id that is too long, or that cannot be sent."""
-    if len(rid) > MAX_RID_CHARS:
-        text = f"rid={short_repr(rid)} has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed"
-        raise InvalidRequestError(text, param="rid")
-    try:
-        rid.encode()
-    except UnicodeEncodeError:
-        raise invalid_value("rid", rid, "must be valid Unicode") from None
+def _given(body: Any, place: Place) -> Any:
+    """Return what a body asks for: its fields that are not null, without those that are not implemented.
 
+    ``max_new_tokens`` alone may be null, which is not its default, as in SGLang.
 
-def _refuse_unsupported(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise UnsupportedFieldError for a known field that is set, but not implemented."""
-    for name in names:
-        if body.get(name):
-            raise UnsupportedFieldError(f"{name} is not supported; leave it out", param=name)
+    Raises:
+        UnsupportedFieldError: a field that is not implemented asks for something.
+    """
+    if not isinstance(body, Mapping):
+        return body
+    given = without_nothing(body, place)
+    return {k: value for k, value in given.items() if value is not None or k == "max_new_tokens"}
 
 
 def _rids(
@@ -209,8 +193,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     The call, and not the object, says whether log-probabilities are returned. A ``max_new_tokens`` that does
     not fit the context is clamped.
     """
-    _refuse_unsupported(params, UNSUPPORTED_SAMPLING)
-    sampling = parse(NativeSampling, params, rules=RULES)
+    sampling = parse(NativeSampling, _given(params, "sampling"), rules=RULES)
     if sampling.n != 1:
         text = f"n={short_repr(sampling.n)}: only 1 is supported; for more send the prompt several times"
         raise UnsupportedFieldError(text, param="n")
@@ -220,6 +203,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
+        num_prompt_top=call.top_logprobs_num if call.return_logprob else 0,
         must_fit=False,
         names=NAMES,
     )
@@ -272,12 +256,20 @@ class NativeReplies:
             prompt = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
             if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
                 prompt.insert(0, self._entry(state.prompt_ids[0], None))
+            if state.params.num_prompt_top and state.params.prompt_logprobs_start >= 0:
+                unknown: list[Any] = [None] * (len(prompt) - len(state.prompt_logprobs))  # the first token's
+                top = [self._top(entry.top) for entry in state.prompt_logprobs]
+                meta["input_top_logprobs"] = [*unknown, *top]
             meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in output.logprobs]
-            meta["output_top_logprobs"] = [[self._entry(t, p) for t, p in e.top] for e in output.logprobs]
+            meta["output_top_logprobs"] = [self._top(entry.top) for entry in output.logprobs]
             meta["input_token_logprobs"] = prompt
         if end is not None:
             meta["e2e_latency"] = time.monotonic() - state.created
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> list[Any]:
+        """Return the likeliest tokens at one position."""
+        return [self._entry(token, logprob) for token, logprob in top]
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
         """Return log-probability, token and text, as SGLang does; None for what is unknown or not wanted."""

@@ -33,7 +33,7 @@ EARLY_CLAIM_S = 10.0  # how long a claim waits for its request
 MAX_EARLY_CLAIMS = 4096
 ALIVE_S = 2.0  # seconds between two reports of a lease's progress
 REMEMBERED_S = 60.0  # how long a handoff's end and its first token are remembered
-LOGPROBS_PER_PART = 1024  # each with 20 top ones, which is the limit, they have 0.3 MiB
+LOGPROBS_PER_PART = 256  # each with 255 top ones, the limit of --max-logprobs, they have 0.94 MiB
 
 
 class OfferState(Enum):

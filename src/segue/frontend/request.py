@@ -48,6 +48,7 @@ class GenerateRequest:
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
     output_end: Finished | None = None  # how the output ended; then nothing is left to generate
     shares_kv: bool = True  # whether it uses the prefix cache
+    cache_salt: str = ""  # it shares KV with requests of the same salt only
 
 
 @dataclass(slots=True)

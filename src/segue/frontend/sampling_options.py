@@ -18,16 +18,21 @@ MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
 SEED_LIMIT = 1 << 63
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
+DEFAULT_MAX_LOGPROBS = 20
 _FLOATS = tuple(each.name for each in structs.fields(SamplingParams) if each.type is float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of a model: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids."""
+    """The limits of a model: ``max_seq_len`` and ``vocab_size`` in tokens, and the EOS ids.
+
+    ``max_logprobs`` is an option's: the most alternatives that are reported with one log-probability.
+    """
 
     max_seq_len: int
     vocab_size: int
     eos_ids: Collection[int]
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,8 @@ class SamplingOptions:
     recommends are not applied.
     """
 
-    max_tokens: Annotated[int | None, Meta(ge=1)] = None  # None: the rest of the context
+    # None: the rest of the context; 0: the prompt is computed, and no token comes of it
+    max_tokens: Annotated[int | None, Meta(ge=0)] = None
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -57,8 +63,9 @@ class SamplingOptions:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
-    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
+    logprobs: Annotated[int, Meta(ge=-1)] = -1
     prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
+    num_prompt_top: Annotated[int, Meta(ge=0)] = 0  # likeliest tokens that are reported with each of these
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
     keep_stop: bool = False  # whether a matched stop string or stop token stays in the text
     must_fit: bool = True  # whether a max_tokens that does not fit is an error; else it is clamped
@@ -96,6 +103,7 @@ class SamplingOptions:
             logit_bias={int(token): float(bias) for token, bias in self.logit_bias.items()},
             stop_token_ids=tuple(sorted(stop_ids)),
             logprobs=self.logprobs,
+            num_prompt_top=self.num_prompt_top,
         )
 
     def prompt_params(
@@ -134,6 +142,9 @@ class SamplingOptions:
         for option, rule in _RANGES.items():
             if (value := getattr(self, option)) is not None:
                 self._check_range(option, value, rule)
+        for option in ("logprobs", "num_prompt_top"):
+            if (count := getattr(self, option)) > limits.max_logprobs:
+                self._fail(option, count, f"at most {limits.max_logprobs} (--max-logprobs) are allowed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"{self._name('max_tokens')}={short_repr(self.max_tokens)}"
             self._fail("min_tokens", self.min_tokens, f"must be at most {most}")

@@ -181,14 +181,16 @@ class PromptEncoder:
         finally:
             work.cancel()
 
-    async def render(self, messages: list[dict[str, Any]]) -> str:
+    async def render(self, messages: list[dict[str, Any]], **template: Any) -> str:
         """Return the prompt that the model's chat template makes of messages.
+
+        ``template`` are arguments of :meth:`Tokenizer.apply_chat_template`.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template rejects the messages.
             ContextLengthError: the messages cannot fit the context, whatever the template makes of them.
         """
-        tokenizer, max_len = self._tokenizer_for("messages"), self.limits.max_seq_len
+        tokenizer, max_len = self.tokenizer_for("messages"), self.limits.max_seq_len
         if len(messages) >= max_len:
             text = f"messages has {len(messages)} messages, but this model's context has {max_len} tokens"
             raise ContextLengthError(
@@ -197,8 +199,8 @@ class PromptEncoder:
         num_chars = sum(len(message["content"]) for message in messages)
         self.check_num_chars(num_chars, "messages")
         if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
-            return tokenizer.apply_chat_template(messages)
-        return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages))
+            return tokenizer.apply_chat_template(messages, **template)
+        return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages, **template))
 
     def encode(self, request: GenerateRequest) -> Sequence[int]:
         """Return the token ids of one prompt: a text is tokenized, and ids are checked.
@@ -207,7 +209,7 @@ class PromptEncoder:
         """
         prompt = request.prompt
         if isinstance(prompt, str):
-            tokenizer = self._tokenizer_for(request.param)
+            tokenizer = self.tokenizer_for(request.param)
             prompt = tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
         check_prompt_len(len(prompt), self.limits, request.param)
         try:
@@ -257,7 +259,7 @@ class PromptEncoder:
         if not isinstance(text, str) or len(text) <= PROBE_CHARS_PER_TOKEN * self.limits.max_seq_len:
             return
         self.check_num_chars(len(text), request.param)
-        encode, count = partial(self._tokenizer_for(request.param).encode, add_special_tokens=False), 0
+        encode, count = partial(self.tokenizer_for(request.param).encode, add_special_tokens=False), 0
         for start in range(0, len(text), PIECE_COST):
             part = text[start : start + PIECE_COST]
             count += len(await self.thread_pool.run(partial(encode, part))) - PROBE_SLACK
@@ -277,7 +279,7 @@ class PromptEncoder:
             encoded += await self.thread_pool.run(partial(self._encode_all, part, shared))
         return encoded
 
-    def _tokenizer_for(self, param: str) -> Tokenizer:
+    def tokenizer_for(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises InvalidRequestError for the field ``param`` if the model has none."""
         if self.tokenizer is None:
             text = "this model has no tokenizer; give the prompt as token ids"

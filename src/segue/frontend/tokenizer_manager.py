@@ -24,7 +24,7 @@ from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
-from segue.frontend.sampling_options import RequestLimits
+from segue.frontend.sampling_options import DEFAULT_MAX_LOGPROBS, RequestLimits
 from segue.frontend.stats import Stats
 from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
@@ -64,6 +64,7 @@ class TokenizerManager:
         *,
         life: Life,
         max_queued_requests: int,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         bootstrap_hosts: BootstrapHosts,
         bootstrap_port: int,
     ) -> None:
@@ -88,7 +89,10 @@ class TokenizerManager:
         # A small test model may have the tokenizer of a real one. Ids without a logit cannot end a request.
         eos_ids = {token for token in eos_ids if token < ready.vocab_size}
         limits = RequestLimits(
-            max_seq_len=ready.limits.max_seq_len, vocab_size=ready.vocab_size, eos_ids=eos_ids
+            max_seq_len=ready.limits.max_seq_len,
+            vocab_size=ready.vocab_size,
+            eos_ids=eos_ids,
+            max_logprobs=max_logprobs,
         )
         self.thread_pool = ThreadPool()
         self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
@@ -144,7 +148,9 @@ class TokenizerManager:
             for number, (request, (ids, params), handoff) in enumerate(parts):
                 if self._life.error is not None:
                     raise self._life.error
-                if self.role == "prefill" and request.bootstrap is not None and handoff is None:
+                if params.max_new_tokens == 0:  # nothing goes on elsewhere: each engine computes the prompt
+                    handoff = None
+                elif self.role == "prefill" and request.bootstrap is not None and handoff is None:
                     params = structs.replace(params, max_new_tokens=1)  # a warm-up: nobody takes it over
                 state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
                 if request.outputs or request.output_end is not None:
@@ -202,6 +208,7 @@ class TokenizerManager:
             outputs=pack_ids(request.outputs),
             handoff=handoff,
             shares_kv=request.shares_kv,
+            cache_salt=request.cache_salt,
         )
         try:
             self._send(message)
@@ -432,6 +439,8 @@ class TokenizerManager:
             state.fail(error_of(finished.error, finished.message or ""))
             self.stats.finished["error"] += 1
         else:
+            if state.params.max_new_tokens == 0 and finished.reason == "length":  # no token counts its prompt
+                self.stats.prompt_tokens += len(state.prompt_ids)
             self.stats.finished[state.finish(finished).reason] += 1
         self.stats.request.observe(now - state.created)
         self._forget(state)

@@ -1,8 +1,9 @@
 """The prefix cache: KV pages shared between requests that have a common prefix of tokens.
 
 The cache is a tree with one node per full page, keyed by the token ids of the page. Each epoch of the weights
-has its own root, so KV of old weights never matches under new ones. A holder locks the path from the root to
-its deepest node; nodes without a lock are evicted leaf by leaf, the least recently used first.
+has its own root, so KV of old weights never matches under new ones. So has each salt of an epoch: clients
+that do not know a salt can neither use nor measure what was cached under it. A holder locks the path from the
+root to its deepest node; nodes without a lock are evicted leaf by leaf, the least recently used first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Key = tuple[int, ...]
 
 
 class Node:
-    """One cached page, or (``page == ROOT``) the root of an epoch of the weights."""
+    """One cached page, or (``page == ROOT``) the root of a salt in an epoch of the weights."""
 
     __slots__ = ("children", "key", "last_used", "locks", "page", "parent")
 
@@ -35,6 +36,14 @@ class Node:
             yield node
             node = node.parent
 
+    @property
+    def root(self) -> Node:
+        """The root that its path begins at; of a root, itself."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
 
 class PrefixCache:
     """Owns the pages inserted into it until they are evicted."""
@@ -44,7 +53,8 @@ class PrefixCache:
         self.num_pages = 0
         self._num_locked = 0
         self._num_hidden = 0  # paths hidden so far
-        self._roots: dict[int, Node] = {}
+        self._roots: dict[tuple[int, str], Node] = {}  # by epoch and salt
+        self._most_roots = 64  # when there are as many, those that nobody needs are dropped
         # The root of nodes that requests can no longer match.
         self._hidden = Node(parent=None, key=(), page=ROOT)
         self._clock = 0
@@ -57,12 +67,14 @@ class PrefixCache:
         """The number of pages that :meth:`evict` could free now."""
         return self.num_pages - self._num_locked
 
-    def root(self, epoch: int) -> Node:
-        """Return the root of an epoch of the weights. A new epoch's call drops old roots without pages."""
-        node = self._roots.get(epoch)
+    def root(self, epoch: int, salt: str = "") -> Node:
+        """Return the root of an epoch of the weights and a salt; "": the root of those without a salt."""
+        node = self._roots.get((epoch, salt))
         if node is None:
-            self._roots = {e: root for e, root in self._roots.items() if root.children}
-            node = self._roots[epoch] = Node(parent=None, key=(), page=ROOT)
+            if len(self._roots) >= self._most_roots:
+                self._roots = {key: root for key, root in self._roots.items() if root.children or root.locks}
+                self._most_roots = 2 * len(self._roots) + 64
+            node = self._roots[epoch, salt] = Node(parent=None, key=(), page=ROOT)
         return node
 
     def is_shared(self, node: Node) -> bool:
@@ -87,9 +99,9 @@ class PrefixCache:
             if node.parent is not None and not node.children:
                 self._push_leaf(node)
 
-    def match(self, epoch: int, tokens: Sequence[int], max_tokens: int) -> Node:
+    def match(self, epoch: int, tokens: Sequence[int], max_tokens: int, salt: str = "") -> Node:
         """Return the deepest node whose path holds a prefix of ``tokens[:max_tokens]``, or the root."""
-        node, size = self.root(epoch), self.page_size
+        node, size = self.root(epoch, salt), self.page_size
         for start in range(0, max_tokens - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -102,8 +114,9 @@ class PrefixCache:
         return [n.page for n in node.path()][::-1]
 
     def lock(self, node: Node) -> None:
-        """Protect the path to ``node`` from eviction."""
+        """Protect the path to ``node`` from eviction, and keep its root."""
         self._clock += 1
+        node.root.locks += 1
         for n in node.path():
             if n.locks == 0:
                 self._num_locked += 1
@@ -113,6 +126,8 @@ class PrefixCache:
     def unlock(self, node: Node) -> None:
         """Undo one :meth:`lock`."""
         self._clock += 1
+        assert node.root.locks > 0, "a path was unlocked twice"
+        node.root.locks -= 1
         for n in node.path():
             assert n.locks > 0, f"page {n.page} was unlocked twice"
             n.locks -= 1
@@ -179,6 +194,8 @@ class PrefixCache:
         for top in node.path():
             if top.parent is not None and top.parent.parent is None and top.parent is not self._hidden:
                 del top.parent.children[top.key]
+                top.parent.locks -= top.locks  # its holders unlock the hidden root
+                self._hidden.locks += top.locks
                 self._num_hidden += 1
                 top.parent, top.key = self._hidden, (self._num_hidden,)
                 self._hidden.children[top.key] = top
@@ -187,7 +204,12 @@ class PrefixCache:
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node that holds a page, for checks of invariants."""
-        return self._below(*self._roots.values(), self._hidden)
+        return self._below(*self.roots())
+
+    def roots(self) -> Iterator[Node]:
+        """Yield every root, for checks of invariants."""
+        yield from self._roots.values()
+        yield self._hidden
 
     @staticmethod
     def _below(*tops: Node) -> Iterator[Node]:

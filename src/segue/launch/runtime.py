@@ -155,6 +155,7 @@ class Runtime:
                 source.eos_token_ids,
                 life=runtime.life,
                 max_queued_requests=config.max_queued_requests,
+                max_logprobs=config.max_logprobs,
                 bootstrap_hosts=BootstrapHosts(config.disaggregation_bootstrap_hosts, config.host),
                 bootstrap_port=config.disaggregation_bootstrap_port,
             )

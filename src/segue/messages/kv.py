@@ -132,7 +132,7 @@ class Claim(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     handoff: int
     rid: str
     num_tokens: int  # of the prompt
-    prompt_hash: bytes  # SHA-256 of the prompt's int32 ids
+    prompt_hash: bytes  # SHA-256 of the prompt's int32 ids; with a salt, of that and the salt
     priority: int = 0
 
 

@@ -31,7 +31,7 @@ def unpack_ids(data: bytes) -> list[int]:
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How one request is sampled. The frontend validates the values; scheduler and runner trust them."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the prompt is computed, and no token comes of it
     min_new_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -46,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position whose logprob is returned; -1: none
+    num_prompt_top: int = 0  # likeliest tokens that are reported with each of these
 
     @property
     def sampling_mode(self) -> SamplingMode:
@@ -101,6 +102,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only
     outputs: bytes = b""
     handoff: Handoff | None = None  # None: this worker does all of it
     shares_kv: bool = True  # False: its KV is neither taken from the prefix cache nor left there
+    cache_salt: str = ""  # KV is shared among requests of the same salt only; "": among those without one
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -132,7 +134,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: int  # prompt tokens
     matched: int | str | None = None  # the stop token or stop string that ended the request, if one did
     message: str | None = None
-    # (weight version, start, end) in output tokens; none covers the tokens that the request began with
+    # (weight version, start, end) in output tokens; none covers the tokens that the request began with. Where
+    # no token was asked for, there is one of no tokens: the weights that the prompt's end was computed with.
     versions: list[tuple[str, int, int]] = []
     error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
 

@@ -92,6 +92,8 @@ class BatchState:
             **dict(zip(names, (column for block in self._host_blocks for column in block), strict=True))
         )
         self.host.num_top.fill(-1)
+        # Alternatives reported with each log-probability of a prompt, by slot; only the host reads it.
+        self.num_prompt_top = np.zeros(num_slots, dtype=np.int64)
         self._device_blocks = [torch.from_numpy(block).to(device) for block in self._host_blocks]
         self.on_device: SamplingColumns[Tensor] = SamplingColumns(
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
@@ -174,6 +176,7 @@ class BatchState:
         host.prompt_len[slot] = prompt_len
         host.min_len[slot] = prompt_len + params.min_new_tokens
         host.num_top[slot] = params.logprobs
+        self.num_prompt_top[slot] = params.num_prompt_top
 
     def _set_extras(self, slot: int, params: SamplingParams) -> None:
         """Keep a slot's logit bias and its mask on stop tokens, or nothing if the request has neither."""

@@ -275,7 +275,7 @@ class StepExecutor:
         # All logits of a chunk at once would be hundreds of MB.
         size = max(1, self.logits_bytes // (4 * self.model.config.vocab_size))
         known = self.state.token_pool[run.slot, run.position : run.position + run.count].to(torch.int64)
-        num_top = max(0, int(self.state.host.num_top[run.slot]))
+        num_top = int(self.state.num_prompt_top[run.slot])
         parts = []
         for start in range(0, run.count, size):
             end = min(start + size, run.count)

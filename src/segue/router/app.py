@@ -54,11 +54,24 @@ generation = Routes(Access.USER, "Generation")
 
 @generation.post("/generate")
 @generation.post("/v1/chat/completions")
+@generation.post("/v1/chat/completions/tokens")
 @generation.post("/v1/completions")
+@generation.post("/inference/v1/generate")
 async def generate(request: Request) -> ASGIApp:
     """Generate: the worker that is predicted to be done first answers."""
     router = router_of(request)
     return router.relay(request.scope["path"], await read_bytes(request, router.config.max_body_mib))
+
+
+@generation.post("/tokenize")
+@generation.post("/detokenize")
+@generation.post("/v1/chat/completions/render")
+@generation.post("/v1/completions/render")
+async def tokenize(request: Request) -> ASGIApp:
+    """What a worker makes of a text or of token ids, without generating."""
+    router = router_of(request)
+    body = await read_bytes(request, router.config.max_body_mib)
+    return router.pass_through(request.scope["path"], body)
 
 
 @generation.get("/v1/models")

@@ -11,7 +11,13 @@ from segue.router.fleet import WorkerView
 from segue.router.prompts import RequestFacts
 
 # The ids of replies begin as those of an engine's own.
-ID_PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/generate": ""}
+ID_PREFIXES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/chat/completions/tokens": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/inference/v1/generate": "generate-tokens-",
+    "/generate": "",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

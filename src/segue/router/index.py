@@ -26,13 +26,13 @@ MOST_RETIRED = 64  # bits that wait to be used again, before the generations are
 Keys = list[int]
 
 
-def keys_of(prompt: bytes) -> Keys:
+def keys_of(prompt: bytes, salt: bytes = b"") -> Keys:
     """Returns the keys of the full blocks of a prompt's JSON.
 
     Its last byte is left out: the bracket or the quotation mark there is not part of what a longer prompt
-    begins with.
+    begins with. Prompts of another ``salt`` have other keys, as they share no KV.
     """
-    key, keys = 0, []
+    key, keys = hash(salt) if salt else 0, []
     for start in range(0, min(len(prompt) - BLOCK, BLOCK * MOST_BLOCKS), BLOCK):
         key = hash((key, prompt[start : start + BLOCK]))
         keys.append(key)

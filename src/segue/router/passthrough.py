@@ -1,4 +1,7 @@
-"""Requests that generate nothing: one worker answers, and its whole reply goes to the client as it is."""
+"""Requests that generate nothing: one worker answers, and its whole reply goes to the client as it is.
+
+Such a request changes nothing, so it may be sent to another worker if one does not answer.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,24 @@ POLL_S = 0.05  # at most, between two looks for an engine that takes another one
 
 
 class Passthrough:
-    """An ASGI application that answers a GET by the reply of a worker: the first one that has an answer."""
+    """An ASGI application that answers a request by the reply of the first worker that has an answer."""
 
-    def __init__(self, registry: Registry, headers: Headers, path: str, resume_timeout_s: float) -> None:
-        """Take a request; ``headers`` are those that workers get, with their key.
+    def __init__(
+        self, registry: Registry, headers: Headers, path: str, body: bytes | None, resume_timeout_s: float
+    ) -> None:
+        """Take a request.
 
-        It waits for ``resume_timeout_s`` seconds for an engine that is about to take another one's place.
+        Args:
+            registry: of the workers.
+            headers: those that workers get, with their key.
+            path: of the request.
+            body: of a POST; None: the request is a GET.
+            resume_timeout_s: seconds to wait for an engine that is about to take another one's place.
         """
         self._registry = registry
         self._headers = headers
         self._path = path
+        self._method, self._body = (b"GET", b"") if body is None else (b"POST", body)
         self._resume_timeout_s = resume_timeout_s
         self._tried: set[tuple[str, str]] = set()  # processes that were asked
         self._gone: set[tuple[str, str]] = set()  # those of them that cannot serve any more
@@ -78,7 +89,7 @@ class Passthrough:
         status, code, connection = 0, None, None
         upstream = sent.entry.upstream
         try:
-            connection = await upstream.request(b"GET", self._path.encode(), self._headers, b"")
+            connection = await upstream.request(self._method, self._path.encode(), self._headers, self._body)
             status = connection.status
             body = await read_whole(connection)
             end, code = "answered", code_of(body) if status >= 500 else None

@@ -26,16 +26,20 @@ class _Body(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
+    token_ids: msgspec.Raw = _EMPTY
+    tokens: msgspec.Raw = _EMPTY
     stream: msgspec.Raw = _EMPTY
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
+    cache_salt: msgspec.Raw = _EMPTY
 
 
-class _NativeParams(msgspec.Struct, frozen=True):
-    """The field of `sampling_params` that matters here."""
+class _Params(msgspec.Struct, frozen=True):
+    """The field of `sampling_params` that matters here, as the native API and vLLM's name it."""
 
     max_new_tokens: msgspec.Raw = _EMPTY
+    max_tokens: msgspec.Raw = _EMPTY
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +51,11 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys = []  # of their blocks, for the prefix index
     is_native: bool = False  # whether the route is not one of OpenAI's
     is_stream: bool = False
-    max_new_tokens: int = SEVERAL  # 1, or SEVERAL
+    max_new_tokens: int = SEVERAL  # 1: at most one; or SEVERAL
 
 
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_params = msgspec.json.Decoder(_NativeParams).decode
+_decode_params = msgspec.json.Decoder(_Params).decode
 
 
 class BytesPerToken:
@@ -73,23 +77,24 @@ class BytesPerToken:
             fields = _decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
-        ids, text = bytes(fields.input_ids), bytes(fields.messages or fields.prompt or fields.text)
+        ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
+        text = _json(fields.messages, fields.prompt, fields.text)
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
         else:
             num_tokens, num_bytes = max(1, round(len(text) / self.rate(path))), len(text)
             # The replies to a native batch count the tokens of each prompt apart.
-            if bytes(fields.text)[:1] == b"[":
+            if _json(fields.text)[:1] == b"[":
                 num_bytes = 0
         return RequestFacts(
             num_tokens=num_tokens,
             num_bytes=num_bytes,
             prompt_bytes=len(text),
-            keys=keys_of(text),
+            keys=keys_of(text, _json(fields.cache_salt)),
             is_native=not path.startswith("/v1/"),
             is_stream=bytes(fields.stream) == b"true",
-            max_new_tokens=_max_new_tokens(fields),
+            max_new_tokens=_max_new_tokens(fields, by_vllm=bool(_json(fields.token_ids))),
         )
 
     def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
@@ -107,15 +112,24 @@ def cached_tokens(reply: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _max_new_tokens(fields: _Body) -> int:
-    """Returns 1 if the body asks for one token, else SEVERAL; of a list of parameters, SEVERAL."""
-    limit = fields.max_completion_tokens or fields.max_tokens
-    if fields.sampling_params:
+def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:
+    """Returns 1 if the body asks for at most one token, else SEVERAL; of a list of parameters, SEVERAL.
+
+    ``by_vllm``: its parameters have vLLM's names.
+    """
+    limit = _json(fields.max_completion_tokens, fields.max_tokens)
+    if given := _json(fields.sampling_params):
         try:
-            limit = _decode_params(fields.sampling_params).max_new_tokens
+            params = _decode_params(given)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return SEVERAL
-    return 1 if bytes(limit) == b"1" else SEVERAL
+        limit = _json(params.max_tokens if by_vllm else params.max_new_tokens)
+    return 1 if limit in (b"0", b"1") else SEVERAL
+
+
+def _json(*fields: msgspec.Raw) -> bytes:
+    """Returns the JSON of the first field that is there and not null; empty: there is none."""
+    return next((data for data in map(bytes, fields) if data not in (b"", b"null")), b"")
 
 
 def _is_ids(text: bytes) -> bool:

@@ -14,10 +14,9 @@ from segue.server.responses import (
     EVENT_HEADERS,
     KEEP_ALIVE,
     KEEP_ALIVE_S,
+    body_of,
     error_response,
     event,
-    native_body,
-    openai_body,
 )
 
 
@@ -74,8 +73,7 @@ class ClientReply:
         if not self.has_begun:
             await self.answer(error_response(error, self._path))
             return
-        body = openai_body(error) if self._path.startswith("/v1/") else native_body(error)
-        await self.end(event(body))
+        await self.end(event(body_of(error, self._path)))
 
     async def end_failed(self, status: int, payload: bytes) -> None:
         """End with a worker's own error: an event of a stream, or a whole body with its status."""

@@ -200,10 +200,13 @@ class Router:
         request = ClientRequest.create(path, body, self.sizes.facts(path, body))
         return Relay(self.registry, self.sizes, self._headers(), request, self.config.resume_timeout_s)
 
-    def pass_through(self, path: str) -> Passthrough:
-        """Returns what answers a client's GET by a worker's own reply; raises as :meth:`relay` does."""
+    def pass_through(self, path: str, body: bytes | None = None) -> Passthrough:
+        """Returns what answers a client by a worker's own reply; raises as :meth:`relay` does.
+
+        ``body`` is that of a POST; None: the request is a GET.
+        """
         self.check_open()
-        return Passthrough(self.registry, self._headers(), path, self.config.resume_timeout_s)
+        return Passthrough(self.registry, self._headers(), path, body, self.config.resume_timeout_s)
 
     def _headers(self) -> Headers:
         return [(b"content-type", b"application/json"), *key_header(self.config.worker_api_key)]

@@ -58,6 +58,8 @@ class Handover:
     def add(self, request: Request, handoff: Handoff, now: float) -> None:
         """Begin the offer of a prefill worker's request, or claim the KV of a decode worker's."""
         digest = hashlib.sha256(pack_ids(request.tokens)).digest()
+        if request.cache_salt:  # a request of another salt must not get the KV
+            digest = hashlib.sha256(digest + request.cache_salt.encode()).digest()
         if handoff.part == "prefill":
             self.machine.offers.add(handoff.id, request.rid, len(request.tokens), digest, now)
             return
@@ -253,9 +255,9 @@ class Handover:
         if len(resources.free_slots) <= self.num_places:
             return None
         num_tokens = request.prompt_len + request.num_given
-        node = resources.prefix.root(s.kv_epoch)
+        node = resources.prefix.root(s.kv_epoch, request.cache_salt)
         if not s.config.disable_prefix_cache:
-            node = resources.prefix.match(s.kv_epoch, request.tokens, num_tokens)
+            node = resources.prefix.match(s.kv_epoch, request.tokens, num_tokens, request.cache_salt)
         resources.prefix.lock(node)  # before counting: pages that it shares cannot be evicted for it
         shared = resources.prefix.pages(node)
         needed = ceil_div(num_tokens, size) - len(shared)

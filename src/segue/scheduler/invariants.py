@@ -65,6 +65,9 @@ def _lock_problems(s: Scheduler) -> list[str]:
         for node in nodes
         if node.locks != locks[id(node)]
     ]
+    roots = Counter(id(holder.root) for holder in _lock_holders(s))
+    if roots != Counter({id(root): root.locks for root in prefix.roots() if root.locks}):
+        problems.append("a root of the prefix cache has another number of holders, or is not in the cache")
     if len(nodes) != prefix.num_pages:
         problems.append(f"the prefix cache counts {prefix.num_pages} pages, but has {len(nodes)}")
     if prefix.num_evictable != sum(node.locks == 0 for node in nodes):

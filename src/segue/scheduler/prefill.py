@@ -215,11 +215,11 @@ class PrefillPlanner:
         """
         s = self._scheduler
         if s.config.disable_prefix_cache or not request.shares_kv:
-            return s.resources.prefix.root(s.kv_epoch)
+            return s.resources.prefix.root(s.kv_epoch, request.cache_salt)
         usable = len(request.tokens) - 1  # the last token is always computed, because its logits are needed
         if request.owes_prompt_logprobs:
             usable = min(usable, max(0, request.prompt_logprobs_next - 1))
-        return s.resources.prefix.match(s.kv_epoch, request.tokens, usable)
+        return s.resources.prefix.match(s.kv_epoch, request.tokens, usable, request.cache_salt)
 
     def reserve(self, newcomer: Request) -> int:
         """Pages that the running requests and the newcomer are expected to need for their output tokens.

@@ -42,6 +42,11 @@ def check_request(
     if s.config.paused_policy == "reject" and (mode := s.control.client_mode) is not None:
         raise errors.PausedError(f"generation is paused ({mode}), and --paused-policy is reject; retry later")
     if message.handoff is not None:
+        if not most_outputs:
+            raise errors.InvalidRequestError(
+                f"request {message.rid!r} asks for no token, so nothing goes on elsewhere; send it without a "
+                "handoff"
+            )
         s.handover.check(message.handoff)
     if (num_waiting := s.num_waiting) >= s.config.max_queued_requests:
         raise errors.OverloadedError(

@@ -67,6 +67,7 @@ class Request:
     # Whether it was admitted before, arrived with output tokens, or awaits KV that was begun before a pause.
     has_begun: bool
     shares_kv: bool = True  # whether it uses the prefix cache
+    cache_salt: str = ""  # it shares KV with requests of the same salt only
     stop_ids: frozenset[int] = field(init=False)
     sampling_mode: SamplingMode = field(init=False)
     phase: RequestPhase = WAITING
@@ -227,7 +228,8 @@ class Step:
         plan.samples.append(last)
         request.launched += count
         if last:
-            request.outputs_launched += 1
+            if request.most_outputs:  # else the sampled token is of no interest, see `take_result`
+                request.outputs_launched += 1
             request.enter(DECODE)
             self.sampling.append(request)
             if request.came_long:

@@ -42,6 +42,10 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
         if token == NON_FINITE:
             finished.append(_end_non_finite(s, request, f"output token {request.num_outputs + 1}"))
             continue
+        if not request.most_outputs:  # only the prompt was to be computed
+            request.versions = [(step.version, 0, 0)]
+            finished.append(s.end(request, "length"))
+            continue
         request.add_token(token, step.version)
         rids.append(request.rid)
         tokens.append(token)

@@ -134,6 +134,7 @@ class Scheduler:
             # During a pause it counts as a newcomer: a pause that has taken effect waits for no further one.
             has_begun=num_outputs > 0 and self.control.admits,
             shares_kv=message.shares_kv,
+            cache_salt=message.cache_salt,
         )
         if request.phase is WAITING:
             self.enqueue(request)
@@ -188,7 +189,11 @@ class Scheduler:
             # A stop string, which the frontend finds, cuts the output; a stop token is the last one.
             matched=request.tokens[-1] if reason == "stop" and num_tokens is None else None,
             message=message,
-            versions=[(v, start, min(end, count)) for v, start, end in request.versions if start < count],
+            versions=[
+                (v, start, min(end, count))
+                for v, start, end in request.versions
+                if start < count or not request.most_outputs
+            ],
             error=None if error is None else error.__name__,
         )
 
@@ -391,7 +396,7 @@ class Scheduler:
             if node.page != pages[index]:
                 given_back.append(pages[index])
                 pages[index] = node.page
-            elif publisher is not None:
+            elif publisher is not None and not request.cache_salt:  # the journal has no salts
                 publisher.inserted(node, self._step)
             request.num_inserted += 1
         request.node = node

@@ -9,7 +9,15 @@ from starlette.responses import HTMLResponse, Response
 from segue.api.schema import redoc_page, reply_schema, swagger_page
 from segue.api.shapes import VersionReply
 from segue.config import EngineConfig
-from segue.server import control_routes, fleet_routes, generation_routes, health, leg_routes, metrics
+from segue.server import (
+    control_routes,
+    fleet_routes,
+    generation_routes,
+    health,
+    leg_routes,
+    metrics,
+    tokenization_routes,
+)
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
@@ -27,7 +35,15 @@ def create_app(config: EngineConfig) -> Starlette:
         ConfigError: an allowed host or an origin in the options is not valid.
         TypeError: a route declares no level of access.
     """
-    modules = (generation_routes, leg_routes, control_routes, fleet_routes, health, metrics)
+    modules = (
+        generation_routes,
+        tokenization_routes,
+        leg_routes,
+        control_routes,
+        fleet_routes,
+        health,
+        metrics,
+    )
     app = guarded_app(config, [*(route for module in modules for route in module.routes), *routes])
     app.state.runtime = app.state.step_check = None
     return app

@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 from segue.api.native import NativeCall, NativeReplies, parse_call
-from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, choice, usage
-from segue.api.openai.requests import Wanted, chat_call, completion_call, parse_chat, parse_completion
+from segue.api.openai.replies import ChatDialect, Choices, Chunks, CompletionDialect, usage
+from segue.api.openai.requests import (
+    Wanted,
+    chat_call,
+    completion_call,
+    parse_chat,
+    parse_chat_tokens,
+    parse_completion,
+)
+from segue.api.token_generate import TokenReplies, parse_token_call
 from segue.errors import SegueError
 from segue.frontend.request import Generation, Output
 from segue.launch.runtime import Runtime
@@ -58,6 +67,11 @@ async def _chat(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
     return await chat_call(body, runtime.served_model, reply_id)
 
 
+async def _chat_tokens(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
+    body = await decode_json(runtime, data, parse_chat_tokens, large_body.chat_tokens)
+    return await chat_call(body, runtime.served_model, reply_id)
+
+
 async def _completion(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
     body = await decode_json(runtime, data, parse_completion, large_body.completion)
     return completion_call(body, runtime.served_model, reply_id)
@@ -73,11 +87,11 @@ class OpenAIReply:
         wanted: Wanted,
         generation: Generation,
     ) -> None:
-        self._dialect = dialect(runtime.manager.table)
+        self._choices = Choices(dialect, wanted, generation.states, runtime.manager.table)
         self._thread_pool = runtime.manager.thread_pool
         self._wanted = wanted
         self._generation = generation
-        self._chunks = Chunks(self._dialect, wanted)
+        self._chunks = Chunks(self._choices, wanted)
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns the chunks for new output of a choice."""
@@ -90,20 +104,49 @@ class OpenAIReply:
     async def whole(self) -> tuple[Any, int]:
         """Returns the whole reply, which a thread builds if it has many entries: choices and logprobs."""
         outputs = await self._generation.outputs()
-        num_entries = len(outputs) + sum(
-            1 + len(entry.top) for output in outputs for entry in output.logprobs
-        )
-        has_logprobs = self._wanted.has_logprobs
+        choices = self._choices
+        num_entries = sum(map(choices.num_entries, count(), outputs))
 
-        def choices() -> list[dict[str, Any]]:
-            return [
-                choice(self._dialect, index, output, has_logprobs) for index, output in enumerate(outputs)
-            ]
+        def build() -> dict[str, Any]:
+            return {"choices": list(map(choices.whole, count(), outputs)), **choices.common()}
 
-        return self._wanted.envelope(self._dialect.object) | {
-            "choices": await self._thread_pool.build(choices, num_entries),
-            "usage": usage(self._generation.ends),
-        }, num_entries
+        return (
+            self._wanted.envelope(choices.dialect.object)
+            | await self._thread_pool.build(build, num_entries)
+            | {"usage": usage(self._generation.ends)}
+        ), num_entries
+
+
+# --- vLLM's token ids in, token ids out ---
+
+
+async def _tokens(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
+    model = runtime.served_model
+    return await decode_json(
+        runtime, data, lambda body: parse_token_call(body, model, reply_id), large_body.token_generate
+    )
+
+
+class TokenReply:
+    """The reply to a call of ``/inference/v1/generate``."""
+
+    def __init__(self, runtime: Runtime, wanted: Wanted, generation: Generation) -> None:
+        self._replies = TokenReplies(runtime.manager.table, wanted, generation)
+        self._thread_pool = runtime.manager.thread_pool
+
+    def event(self, index: int, output: Output) -> bytes:
+        """Returns an event with new output."""
+        return event(self._replies.chunk(index, output))
+
+    def last_event(self) -> bytes:
+        """Returns the event with the usage, if asked for, and the end mark."""
+        last = self._replies.last_chunk()
+        return DONE if last is None else event(last) + DONE
+
+    async def whole(self) -> tuple[Any, int]:
+        """Returns the whole reply, which a thread builds if it has many entries."""
+        outputs, num_entries = await self._replies.outputs()
+        return await self._thread_pool.build(lambda: self._replies.whole(outputs), num_entries), num_entries
 
 
 # --- native ---
@@ -139,9 +182,13 @@ CHAT = CallKind(parse=_chat, reply=partial(OpenAIReply, ChatDialect), error_body
 COMPLETION = CallKind(
     parse=_completion, reply=partial(OpenAIReply, CompletionDialect), error_body=openai_body
 )
+CHAT_TOKENS = CallKind(parse=_chat_tokens, reply=partial(OpenAIReply, ChatDialect), error_body=openai_body)
+TOKENS = CallKind(parse=_tokens, reply=TokenReply, error_body=openai_body)
 NATIVE = CallKind(parse=_native, reply=NativeReply, error_body=native_body)
 CALL_KINDS: Mapping[str, CallKind] = {  # by the path of the route
     "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/tokens": CHAT_TOKENS,
     "/v1/completions": COMPLETION,
+    "/inference/v1/generate": TOKENS,
     "/generate": NATIVE,
 }

@@ -111,7 +111,7 @@ async def abort_request(request: Request) -> Response:
     """End a request, a batch, or all; an unknown rid does nothing."""
     manager = runtime_of(request).manager
     body = await read_json(request, partial(parse, AbortRequest), partial(control, AbortRequest))
-    manager.abort(body.rid or "", abort_all=body.abort_all, message=body.aborted_message)
+    manager.abort(body.rid or "", abort_all=body.abort_all, message=body.message)
     return Response()
 
 

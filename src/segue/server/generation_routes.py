@@ -1,4 +1,4 @@
-"""The routes that generate: OpenAI's chat completions, completions and models, and SGLang's ``/generate``."""
+"""The routes that generate: OpenAI's, SGLang's ``/generate``, and vLLM's for token ids; and the models."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from segue.api.native import NativeGenerate
-from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest, check_model
+from segue.api.openai.requests import (
+    ChatCompletionRequest,
+    ChatTokensRequest,
+    CompletionRequest,
+    check_model,
+)
 from segue.api.schema import body_schema, reply_schema
 from segue.api.shapes import ChatReplyShape, CompletionReplyShape, GenerateReply, ModelCard, ModelList
+from segue.api.token_generate import TokenGenerate
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
-from segue.server.calls import CHAT, COMPLETION, NATIVE, CallKind, Reply
+from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, TOKENS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.responses import EventStream, event, json_response, reply_response, unless_gone
 from segue.server.running import runtime_of
 
 openai = Routes(Access.USER, "OpenAI")
 native = Routes(Access.USER, "Native")
+tokens = Routes(Access.USER, "Tokens")
 
 
 async def _answer(request: Request, kind: CallKind) -> ASGIApp:
@@ -65,10 +72,22 @@ async def chat_completions(request: Request) -> ASGIApp:
     return await _answer(request, CHAT)
 
 
+@openai.post("/v1/chat/completions/tokens", schema=body_schema(ChatTokensRequest))
+async def chat_completions_of_tokens(request: Request) -> ASGIApp:
+    """Continue a conversation whose token ids are given."""
+    return await _answer(request, CHAT_TOKENS)
+
+
 @openai.post("/v1/completions", schema=_COMPLETION)
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
     return await _answer(request, COMPLETION)
+
+
+@tokens.post("/inference/v1/generate", schema=body_schema(TokenGenerate))
+async def generate_tokens(request: Request) -> ASGIApp:
+    """Continue token ids by token ids, in vLLM's form."""
+    return await _answer(request, TOKENS)
 
 
 @native.post("/generate", schema=_GENERATE)
@@ -103,4 +122,4 @@ def _model_card(request: Request) -> dict[str, Any]:
     }
 
 
-routes = [*openai, *native]
+routes = [*openai, *native, *tokens]

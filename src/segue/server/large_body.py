@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType, structs
 
-from segue.api import native
+from segue.api import native, tokenization
+from segue.api import token_generate as tokens
+from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
 from segue.errors import InvalidRequestError, SegueError, short_repr
@@ -31,7 +33,6 @@ Decode = Callable[[bytes], Any]  # from the JSON of one value, without white spa
 MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
 MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
-NOTHING_ELSE = object()  # in place of a large value of a field that takes none
 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
@@ -40,6 +41,7 @@ MAX_BUCKETS = 1 << 15
 RULES = {  # what fields that may be large are, in words
     **openai.RULES,
     **native.RULES,
+    **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
     "logit_bias": "an object of token ids and numbers",
     "stop_token_ids": "a list of token ids",
@@ -48,6 +50,16 @@ RULES = {  # what fields that may be large are, in words
     "checksums": "an object of names and integers of 64 bits",
     **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
 }
+
+
+class _NothingElse:
+    """In place of a large value of a field that takes none."""
+
+    def __repr__(self) -> str:
+        return "a large value"
+
+
+NOTHING_ELSE = _NothingElse()
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
@@ -82,8 +94,18 @@ def chat(model: ServedModel) -> Shape:
     return Shape(
         model=openai.ChatCompletionRequest,
         large={**_OPENAI_SAMPLING, "messages": _conversation},
-        skipped=openai.HARMLESS,
-        refused=frozenset(openai.CHAT_NOT_YET),
+        skipped=harmless("chat"),
+        refused=unsupported("chat"),
+    )
+
+
+def chat_tokens(model: ServedModel) -> Shape:
+    """``POST /v1/chat/completions/tokens``."""
+    of_chat = chat(model)
+    return replace(
+        of_chat,
+        model=openai.ChatTokensRequest,
+        large={**of_chat.large, "tokens": partial(_token_ids, "tokens", model)},
     )
 
 
@@ -92,8 +114,8 @@ def completion(model: ServedModel) -> Shape:
     return Shape(
         model=openai.CompletionRequest,
         large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", model)},
-        skipped=openai.HARMLESS,
-        refused=frozenset(openai.COMPLETION_NOT_YET),
+        skipped=harmless("completions"),
+        refused=unsupported("completions"),
     )
 
 
@@ -105,9 +127,39 @@ def generate(model: ServedModel) -> Shape:
             "text": partial(_prompt, "text", model),
             "input_ids": partial(_prompt, "input_ids", model),
             "rid": partial(_strings, "rid", model.max_prompts),
+            "request_id": partial(_strings, "request_id", model.max_prompts),
             "sampling_params": partial(_params, model.max_prompts),
         },
-        refused=frozenset(native.UNSUPPORTED_FIELDS),
+        refused=unsupported("native"),
+    )
+
+
+def token_generate(model: ServedModel) -> Shape:
+    """``POST /inference/v1/generate``."""
+    return Shape(
+        model=tokens.TokenGenerate,
+        large={
+            "token_ids": partial(_token_ids, "token_ids", model),
+            "sampling_params": partial(_one_params, _TOKEN_PARAMS),
+        },
+        refused=unsupported("tokens"),
+    )
+
+
+def tokenize(model: ServedModel) -> Shape:
+    """``POST /tokenize``."""
+    return Shape(
+        model=tokenization.TokenizeBody,
+        large={"prompt": partial(_text, "prompt"), "messages": _conversation},
+    )
+
+
+def detokenize(model: ServedModel) -> Shape:
+    """``POST /detokenize``."""
+    check = partial(tokenization.check_num_ids, model)
+    return Shape(
+        model=tokenization.DetokenizeBody,
+        large={"tokens": lambda data: Decoded(json_pieces.token_ids(data, check))},
     )
 
 
@@ -141,6 +193,19 @@ def _prompt(param: str, model: ServedModel, data: bytes) -> Any:
     return Decoded(json_pieces.token_ids(data, check_len))
 
 
+def _token_ids(param: str, model: ServedModel, data: bytes) -> Decoded:
+    """Decode the token ids of one prompt, the field ``param``, which have to fit the context."""
+    check = partial(check_prompt_len, limits=model.encoder.limits, param=param)
+    return Decoded(json_pieces.token_ids(data, check))
+
+
+def _text(param: str, data: bytes) -> Any:
+    """Decode a string, the only form that the field ``param`` takes."""
+    if not data.startswith(b'"'):
+        raise InvalidRequestError(f"{param}: expected a string", param=param)
+    return msgspec.json.decode(data)
+
+
 def _strings(param: str, most: int, data: bytes) -> Any:
     """Decode a string, or a list of at most ``most`` strings; ``param`` is the field, for errors."""
     if data.startswith(b'"'):
@@ -168,6 +233,13 @@ def _params(most: int, data: bytes) -> Any:
         raise MisfitError
     ranges = json_pieces.cut(data, most, "objects")
     return [decode_fields(data[start:end].strip(), _PARAMS) for start, end in ranges]
+
+
+def _one_params(shape: Shape, data: bytes) -> Any:
+    """Decode ``sampling_params`` where it is one object, of fields as ``shape`` has them."""
+    if not data.startswith(b"{"):
+        raise InvalidRequestError("sampling_params: expected an object", param="sampling_params")
+    return decode_fields(data, shape)
 
 
 def _conversation(data: bytes) -> Decoded:
@@ -248,7 +320,12 @@ _OPENAI_SAMPLING = _sampling(openai.check_num_biases)
 _PARAMS = Shape(
     model=native.NativeSampling,
     large=_sampling(check_num_entries),
-    refused=frozenset(native.UNSUPPORTED_SAMPLING),
+    refused=unsupported("sampling"),
+)
+_TOKEN_PARAMS = Shape(
+    model=tokens.TokenSampling,
+    large=_sampling(check_num_entries),
+    refused=unsupported("token_sampling"),
 )
 _CONTROL: dict[str, Decode] = {
     "buckets": _all_buckets,

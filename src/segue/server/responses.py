@@ -32,6 +32,8 @@ HEADERS = {  # of errors, by status
     503: {"retry-after": "1"},
 }
 
+# How paths begin whose errors have OpenAI's form.
+OPENAI_PATHS = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, such as in a pause, after which a comment keeps the connection open
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -205,6 +207,11 @@ def native_body(error: SegueError) -> dict[str, Any]:
     }
 
 
+def body_of(error: SegueError, path: str) -> dict[str, Any]:
+    """Returns the body of an error on a client's route: in OpenAI's form on its routes and on vLLM's."""
+    return openai_body(error) if path.startswith(OPENAI_PATHS) else native_body(error)
+
+
 def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:
     """Returns the answer to a request that failed before its reply began.
 
@@ -212,7 +219,7 @@ def error_response(error: SegueError, path: str, body: dict[str, Any] | None = N
     was too large (413), the client may still be sending it, and the rest is read.
     """
     if body is None:
-        body = openai_body(error) if path.startswith("/v1/") else native_body(error)
+        body = body_of(error, path)
     kind = _LingeringResponse if error.status == 413 else Response
     return kind(encode(body), error.status, HEADERS.get(error.status), "application/json")
 

@@ -14,7 +14,7 @@ from segue.api.openai.requests import (
     completion_call,
 )
 from segue.api.validation import parse
-from segue.errors import ModelNotFoundError
+from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
 
 
@@ -73,3 +73,60 @@ def test_an_id_and_a_time_are_made_for_each_call() -> None:
     assert made.id.startswith("cmpl-") and made.id != other.id and made.batch_id == made.id
     assert abs(made.created - time.time()) < 60
     assert asyncio.run(chat_call(parse(ChatCompletionRequest, CHAT), MODEL)).id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("model", [None, "unknown", "default"])
+def test_a_model_that_is_left_out_is_the_served_one(model: str | None) -> None:
+    assert chat(model=model).model == complete(model=model).model == "name"
+    assert asyncio.run(chat_call(parse(ChatCompletionRequest, {"messages": CHAT["messages"]}), MODEL))
+
+
+@pytest.mark.parametrize("name", ["rid", "request_id"])
+def test_a_clients_id_is_that_of_the_reply_and_of_its_requests(name: str) -> None:
+    for made in (chat(**{name: "mine"}), complete(**{name: "mine"})):
+        assert made.id == "mine" and [request.rid for request in made.requests] == ["mine"]
+    two = complete(prompt=["a", "b"], **{name: "mine"})
+    assert (two.id, two.batch_id) == ("mine", "mine")
+    assert [request.rid for request in two.requests] == ["mine-0", "mine-1"]
+
+
+def test_an_id_goes_before_that_of_a_router() -> None:
+    for rid, expected in (("mine", "mine"), (None, "routers")):
+        body = parse(CompletionRequest, {"prompt": "x", "rid": rid})
+        assert completion_call(body, MODEL, "routers").id == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"rid": "x" * 257}, "rid"),
+        ({"rid": "a", "request_id": "b"}, "request_id"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"seed": 1, "sampling_seed": 2}, "sampling_seed"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+    ],
+)
+def test_what_is_wrong_in_any_of_them_is_named(fields: dict[str, Any], param: str) -> None:
+    for call in (chat, complete):
+        with pytest.raises((InvalidRequestError, UnsupportedFieldError)) as raised:
+            call(**fields)
+        assert raised.value.param == param
+
+
+def test_priority_and_salt_are_those_of_every_request() -> None:
+    for made in (chat(priority=3, cache_salt="s"), complete(prompt=["a", "b"], priority=3, cache_salt="s")):
+        assert {(request.priority, request.cache_salt) for request in made.requests} == {(3, "s")}
+
+
+def test_options_of_other_engines() -> None:
+    options = complete(skip_special_tokens=False, no_stop_trim=True, sampling_seed=7).requests[0].options
+    assert (options.skip_special_tokens, options.keep_stop, options.seed) == (False, True, 7)
+    assert chat(include_stop_str_in_output=True).requests[0].options.keep_stop
+    assert complete(add_special_tokens=False).requests[0].add_special_tokens is False
+    assert chat(top_logprobs=0).requests[0].options.logprobs == -1
+    obfuscation = {"include_usage": True, "include_obfuscation": True}
+    assert complete(stream=True, stream_options=obfuscation).usage_in_stream

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from segue.api.bootstrap import BOOTSTRAP_RULES, BootstrapFields, bootstraps
+from segue.api.asks_nothing import Place, without_nothing
+from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
+from segue.api.request_fields import check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.request import GenerateRequest
@@ -23,28 +26,9 @@ from segue.frontend.tokenizer import ServedModel
 
 MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
 
-# Accepted because they cannot change the output.
-HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-
-# Fields of the contract that are not implemented, with the values that ask for nothing.
-_NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    **{name: () for name in ("prompt_logprobs", "regex", "ebnf", "choice", "structured_outputs")},
-    **{f"guided_{kind}": () for kind in ("json", "regex", "choice", "grammar")},
-    **{name: (1,) for name in ("n", "best_of")},
-    "include_stop_str_in_output": (False,),
-    "response_format": ({"type": "text"},),
-}
-CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    **_NOT_YET,
-    **{name: () for name in ("functions", "reasoning_effort", "audio", "prediction", "verbosity")},
-    **{name: () for name in ("web_search_options", "logprob_token_ids")},
-    **{name: ("none",) for name in ("tool_choice", "function_call")},
-    "tools": ([],),
-    "parallel_tool_calls": (True, False),
-    "chat_template_kwargs": ({},),
-    "modalities": (["text"],),
-}
-COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {**_NOT_YET, "echo": (False,), "suffix": ("",)}
+# What a router writes as the model of a client that names none (sglang-router and smg), and what SGLang calls
+# it itself: the served model.
+ANY_MODEL = frozenset({"unknown", "default"})
 
 # What fields of several types may be, for errors.
 RULES = {
@@ -59,22 +43,30 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """``stream_options``."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there are no random characters in events
+    continuous_usage_stats: bool | None = None  # not supported
 
 
-class SamplingBody(BootstrapFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
-    model: str
+    model: str | None = None  # None: the served one
+    rid: str | None = None  # the reply's id too
+    request_id: str | None = None  # another name of ``rid``
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    sampling_seed: int | None = None  # another name of ``seed``
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # another name of it
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -117,14 +109,21 @@ class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unkn
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
 
 
 class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[str | int | list[int]]  # all items of one type
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
+    echo: bool | None = None
+
+
+class ChatTokensRequest(ChatCompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions/tokens``: the messages are not rendered, their token ids come with them."""
+
+    tokens: list[TokenId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +137,7 @@ class Wanted:
     batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
+    shown: Shown = NOTHING
 
     @property
     def has_logprobs(self) -> bool:
@@ -154,25 +154,31 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
 
     ``reply_id`` takes the place of a random id.
     """
-    check_model(body.model, model)
-    check_num_biases(len(body.logit_bias or ()))
-    rid = reply_id or f"chatcmpl-{uuid.uuid4().hex}"
+    rid = _checked(body, model, reply_id or f"chatcmpl-{uuid.uuid4().hex}")
+    check_rid(rid)
+    priority, salt = check_fields(body)
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     max_tokens, limit_name = _max_tokens(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    names = {"max_tokens": limit_name, "logprobs": "top_logprobs"}
+    names = {"max_tokens": limit_name, "logprobs": "top_logprobs", "num_prompt_top": "prompt_logprobs"}
+    wishes = shown(body, stream=bool(body.stream))
+    given = body.tokens if isinstance(body, ChatTokensRequest) else None
     request = GenerateRequest(
         rid=rid,
-        prompt=await model.encoder.render(await _messages(body.messages)),
-        options=SamplingOptions.of(body, max_tokens=max_tokens, logprobs=logprobs, names=names),
-        add_special_tokens=False,
-        param="messages",
+        prompt=await model.encoder.render(await messages_of(body.messages)) if given is None else given,
+        options=_options(
+            body, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
+        ),
+        priority=priority,
+        cache_salt=salt,
+        add_special_tokens=bool(body.add_special_tokens),
+        param="messages" if given is None else "tokens",
         bootstrap=bootstraps(body, 1)[0],
     )
-    return _wanted(body, model, rid, [request])
+    return _wanted(body, model, rid, [request], wishes)
 
 
 def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
@@ -180,18 +186,58 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
 
     ``reply_id`` takes the place of a random id.
     """
-    check_model(body.model, model)
-    check_num_biases(len(body.logit_bias or ()))
-    rid = reply_id or f"cmpl-{uuid.uuid4().hex}"
-    options = SamplingOptions.of(body)
+    rid = _checked(body, model, reply_id or f"cmpl-{uuid.uuid4().hex}")
+    priority, salt = check_fields(body)
+    wishes = shown(body, stream=bool(body.stream), echo=bool(body.echo))
+    of_prompt = prompt_options(wishes, -1 if body.logprobs is None else body.logprobs)
+    options = _options(body, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
+    for each in rids:
+        check_rid(each)
     requests = [
-        GenerateRequest(rid=each, prompt=prompt, options=options, bootstrap=bootstrap)
+        GenerateRequest(
+            rid=each,
+            prompt=prompt,
+            options=options,
+            priority=priority,
+            cache_salt=salt,
+            add_special_tokens=body.add_special_tokens is not False,
+            bootstrap=bootstrap,
+        )
         for each, prompt, bootstrap in zip(rids, prompts, bootstraps(body, len(prompts)), strict=True)
     ]
-    return _wanted(body, model, rid, requests)
+    return _wanted(body, model, rid, requests, wishes)
+
+
+def _checked(body: SamplingBody, model: ServedModel, reply_id: str) -> str:
+    """Check what chat and completions have in common; return the reply's id, which may be the client's."""
+    check_given_model(body.model, model)
+    check_num_biases(len(body.logit_bias or ()))
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        name = "stream_options.continuous_usage_stats"
+        raise UnsupportedFieldError(f"{name} is not supported; leave it out, or send false", param=name)
+    return given_rid(body.rid, body.request_id) or reply_id
+
+
+def _options(body: SamplingBody, **others: Any) -> SamplingOptions:
+    """Return the sampling options of a body; ``others`` replace what it has."""
+    if body.seed is not None and body.sampling_seed is not None and body.seed != body.sampling_seed:
+        both = f"seed={short_repr(body.seed)} and sampling_seed={short_repr(body.sampling_seed)}"
+        raise InvalidRequestError(f"{both} contradict each other; give one", param="sampling_seed")
+    return SamplingOptions.of(
+        body,
+        seed=body.sampling_seed if body.seed is None else body.seed,
+        keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        **others,
+    )
+
+
+def check_given_model(name: str | None, model: ServedModel) -> None:
+    """Raise ModelNotFoundError for a body that names another model than the served one."""
+    if name is not None and name not in ANY_MODEL:
+        check_model(name, model)
 
 
 def check_model(name: str, model: ServedModel) -> None:
@@ -205,12 +251,17 @@ def check_model(name: str, model: ServedModel) -> None:
 
 def parse_chat(body: Any) -> ChatCompletionRequest:
     """Check the body of ``POST /v1/chat/completions``. Raises as :func:`segue.api.validation.parse` does."""
-    return parse(ChatCompletionRequest, _without_extras(body, CHAT_NOT_YET), rules=RULES)
+    return parse(ChatCompletionRequest, _without_nothing(body, "chat"), rules=RULES)
+
+
+def parse_chat_tokens(body: Any) -> ChatTokensRequest:
+    """Check the body of ``POST /v1/chat/completions/tokens``, as :func:`parse_chat` does."""
+    return parse(ChatTokensRequest, _without_nothing(body, "chat"), rules=RULES)
 
 
 def parse_completion(body: Any) -> CompletionRequest:
     """Check the body of ``POST /v1/completions``. Raises as :func:`segue.api.validation.parse` does."""
-    return parse(CompletionRequest, _without_extras(body, COMPLETION_NOT_YET), rules=RULES)
+    return parse(CompletionRequest, _without_nothing(body, "completions"), rules=RULES)
 
 
 def check_num_biases(count: int) -> None:
@@ -220,20 +271,11 @@ def check_num_biases(count: int) -> None:
         raise InvalidRequestError(text, param="logit_bias")
 
 
-def _without_extras(body: Any, not_yet: Mapping[str, tuple[Any, ...]]) -> Any:
-    """The body without its harmless fields, and without the unimplemented ones that ask for nothing.
-
-    Raises:
-        UnsupportedFieldError: an unimplemented field that asks for something.
-    """
+def _without_nothing(body: Any, place: Place) -> dict[str, Any]:
+    """The body without the fields that are not implemented; see :mod:`segue.api.asks_nothing`."""
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    for name, values in not_yet.items():
-        value = body.get(name)
-        if value is not None and not any(type(value) is type(other) and value == other for other in values):
-            only = f"; only {values[0]!r} is" if values else ""
-            raise UnsupportedFieldError(f"{name} is not supported{only}; leave it out", param=name)
-    return {name: value for name, value in body.items() if name not in HARMLESS and name not in not_yet}
+    return without_nothing(body, place)
 
 
 def _wanted(
@@ -241,6 +283,7 @@ def _wanted(
     model: ServedModel,
     rid: str,
     requests: list[GenerateRequest],
+    wishes: Shown,
 ) -> Wanted:
     """Return the call of checked requests, which share the id ``rid``; checks the options of streams."""
     if body.stream_options is not None and not body.stream:
@@ -253,6 +296,7 @@ def _wanted(
         batch_id=rid if len(requests) > 1 else None,
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
+        shown=wishes,
     )
 
 
@@ -268,7 +312,7 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-async def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them.
 
     Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, and fields
