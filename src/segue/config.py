@@ -32,6 +32,7 @@ GmsMode = Literal["off", "rw_or_ro", "rw", "ro"]
 KVOwner = Literal["auto", "gms", "private"]
 WakeBy = Literal["lock", "manual", "both"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
+Compat = Literal["none", "sglang", "vllm"]
 HealthStatus = Literal["ready", "notready"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -297,6 +298,11 @@ class EngineConfig(Options):
         None, "Key that the control routes need; default: --api-key.", check=check_key
     )
     open_metrics: bool = _server(False, "Answer /metrics without a key, like the health routes.")
+    compat: Compat = _server(
+        "none",
+        "Engine that /v1/models names in 'owned_by', by which some routers tell how to talk to a server; "
+        "'none': segue. Nothing else changes.",
+    )
     allowed_hosts: str | None = _server(
         None,
         "Host names that requests to this server may use, besides localhost and --host, separated by commas; "
@@ -318,6 +324,11 @@ class EngineConfig(Options):
         None,
         "Hosts and networks, separated by commas, of allowed masters of weight update groups; default: any.",
         check=_check_hosts_and_networks,
+    )
+    profile_dir: str | None = _server(
+        None,
+        "Directory for the traces of /start_profile; without one, that is refused. Each trace costs time and "
+        "memory while it is taken.",
     )
     max_body_mib: int = _server(16, "Largest request body, in MiB.", minimum=1)
     exit_grace: float = _server(

@@ -48,6 +48,7 @@ def test_a_directory_is_a_safetensors_checkpoint(directory: Path) -> None:
     )
     assert source.config.num_heads == 6
     assert source.config.architecture == "LlamaForCausalLM"
+    assert (source.model_type, source.architectures) == ("llama", ("LlamaForCausalLM",))
 
 
 def test_a_directory_may_have_no_tokenizer(directory: Path) -> None:
@@ -65,6 +66,7 @@ def test_a_gguf_file_is_converted_into_the_cache(gguf_file: Path, tmp_path: Path
     assert (source.name, source.format, source.gguf) == ("tiny-q8", "gguf", gguf_file)
     assert source.directory.is_relative_to(tmp_path / "cache")
     assert source.tokenizer_directory == source.directory
+    assert (source.model_type, source.architectures) == ("llama", ("LlamaForCausalLM",))
 
 
 def test_dummy_weights_can_have_the_config_of_a_gguf_file(gguf_file: Path, tmp_path: Path) -> None:

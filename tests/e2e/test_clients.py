@@ -109,7 +109,7 @@ def trainer() -> Iterator[Trainer]:
         trainer.process.kill()
 
 
-@pytest.mark.parametrize("name", ["slime", "areal", "prepared"])
+@pytest.mark.parametrize("name", ["slime", "areal", "prepared", "vllm"])
 def test_a_trainer_that_knows_no_segue_sends_its_weights(
     trainer: Trainer, servers: Servers, checkpoints: list[Path], name: str
 ) -> None:
@@ -118,14 +118,64 @@ def test_a_trainer_that_knows_no_segue_sends_its_weights(
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
     trainer.send("go", "done")
-    if name == "prepared":  # the others abort the running request
+    keeps = name in ("prepared", "vllm")  # the others abort the running request
+    if keeps:
         client.until_more(client.state()["num_generated_tokens"])
         client.abort("running")
     meta = running.result(30)["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
-    assert len(meta["weight_versions"]) == (2 if name == "prepared" else 1)
+    assert len(meta["weight_versions"]) == (2 if keeps else 1)
     assert answers(client) == servers.expected[1]
     assert not client.state()["engine_paused"]
+
+
+def test_slime_starts_checks_and_rolls_out_with_an_engine_that_it_has_not_started(
+    trainer: Trainer, servers: Servers, checkpoints: list[Path]
+) -> None:
+    client = servers.clients[0]
+    # It resets the weights, sends what the engine had before, and compares.
+    trainer.send(json.dumps(["external", client.served.url, str(checkpoints[0] / "sent")]), "connected")
+    assert answers(client) == servers.expected[0]
+    assert client.http.get("/weight_version").json() == {"weight_version": "1"}
+    # rollout/sglang_rollout.py:95, but for ignore_eos; sglang_streaming_rollout.py:71
+    params = {
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 2000, "ignore_eos": True},
+        **{"stop": None, "stop_token_ids": None, "skip_special_tokens": False},
+        **{"no_stop_trim": True, "spaces_between_special_tokens": False},
+    }
+    rollout = client.stream(None, params, input_ids=PROMPTS[0], return_logprob=True)
+    rollout.wait(5)
+    waiting = [client.start(None, params, input_ids=PROMPTS[1], return_logprob=True) for _ in range(8)]
+    trainer.send("go", "done")
+    for reply in [rollout.result(), *(each.result(30) for each in waiting)]:
+        meta = reply["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        # sglang_streaming_rollout.py:134
+        assert [item[1] for item in meta["output_token_logprobs"]] == reply["output_ids"]
+        assert {each["version"] for each in meta["weight_versions"]} <= {"1"}
+    assert answers(client) == servers.expected[0]
+
+
+def test_prime_rls_order_of_calls_changes_the_weights_under_running_requests(
+    servers: Servers, checkpoints: list[Path], tmp_path: Path
+) -> None:
+    client = servers.clients[0]
+    # Its trainer saves the tensors alone, without a config.json: transports/weights/filesystem.py:66.
+    (tmp_path / "model.safetensors").write_bytes((checkpoints[1] / "model.safetensors").read_bytes())
+    running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
+    client.until(running_batch_rids=["running"])
+    client.until_more(client.state()["num_generated_tokens"])
+    # utils/client.py:258, :312 and :270
+    paused = client.http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
+    assert client.state()["running_batch_rids"] == ["running"]
+    updated = client.http.post("/update_weights", json={"weight_dir": tmp_path.as_posix()})
+    assert (updated.status_code, updated.json()["status"]) == (200, "ok"), updated.text
+    assert client.http.post("/resume").json() == {"status": "resumed"}
+    client.until_more(client.state()["num_generated_tokens"])
+    client.abort("running")
+    assert len(running.result(30)["meta_info"]["weight_versions"]) == 2
+    assert answers(client) == servers.expected[1]
 
 
 def trained(checkpoint: Path) -> Any:

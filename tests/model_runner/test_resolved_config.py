@@ -34,6 +34,8 @@ def _resolve_config(
         gguf=Path("/m.gguf") if gguf else None,
         tokenizer_directory=None,
         config=ModelConfig.from_hf({**LLAMA, **(hf or {})}),
+        model_type="llama",
+        architectures=("LlamaForCausalLM",),
         eos_token_ids=(),
     )
     return resolve_config(EngineConfig(**options), source, TPInfo(rank, max(1, rank + 1)))

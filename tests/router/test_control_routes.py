@@ -195,27 +195,30 @@ def test_a_flush_that_a_worker_refuses_names_its_reason() -> None:
     run(test())
 
 
-def test_server_info_looks_like_one_engine_with_data_parallelism() -> None:
+def test_vllms_names_have_one_answer_for_all_workers() -> None:
     async def test() -> None:
-        async with routed(ControlledWorker(), ControlledWorker()) as router:
-            info = (await router.http.get("/server_info")).json()
-            assert (info["tp"], info["dp_size"], info["max_total_num_tokens"]) == (2, 2, 200)
-            assert info["internal_states"] == [{"waiting": 1}] * 2
-            assert len(info["workers"]) == 2
-
-    run(test())
-
-
-@pytest.mark.parametrize(("second", "told"), [("1", "1"), ("2", "mixed")])
-def test_the_version_of_the_weights_is_mixed_where_it_differs(second: str, told: str) -> None:
-    async def test() -> None:
-        other = {
-            "/model_info": (200, {"model_path": "model", "weight_version": second}),
-            "/weight_version": (200, {"weight_version": second}),
+        full = {
+            "/reset_prefix_cache": (200, {"success": False, "message": "2 requests run"}),
+            "/pause": (200, {"status": "paused", "cache_cleared": False, "message": "2 requests run"}),
         }
-        async with routed(ControlledWorker(), ControlledWorker(other)) as router:
-            for path in ("/model_info", "/weight_version"):
-                assert (await router.http.get(path)).json()["weight_version"] == told
+        workers = [ControlledWorker(), ControlledWorker(full)]
+        async with routed(*workers) as router:
+            aborted = (await router.http.post("/abort_requests", json={"request_ids": ["a"]})).json()
+            assert (aborted["status"], aborted["aborted"]) == ("aborted", 4)
+            reset = (await router.http.post("/reset_prefix_cache?reset_running_requests=true")).json()
+            assert (reset["success"], reset["message"]) == (False, "2 requests run")
+            paused = (await router.http.post("/pause")).json()
+            assert (paused["status"], paused["cache_cleared"]) == ("paused", False)
+            assert (await router.http.post("/start_profile", json={"num_steps": 2})).json()["success"]
+            assert (await router.http.post("/stop_profile")).json()["files"] == ["trace", "trace"]
+            for worker in workers:
+                assert worker.seen == [
+                    ("POST", "/abort_requests", b'{"request_ids":["a"]}'),
+                    ("POST", "/reset_prefix_cache?reset_running_requests=true", b""),
+                    ("POST", "/pause", b""),
+                    ("POST", "/start_profile", b'{"num_steps":2}'),
+                    ("POST", "/stop_profile", b""),
+                ]
 
     run(test())
 

@@ -29,8 +29,10 @@ def test_several_workers_refuse_each_operation_and_point_to_their_list() -> None
     async def test() -> None:
         workers = [FakeWorker(), FakeWorker()]
         async with routed(*workers) as router:
-            for name, kind in OPERATIONS.items():
-                reply = await router.http.request(kind.methods[0], f"/{name}", content=b"{}")
+            named = {name: kind.methods[0] for name, kind in OPERATIONS.items()}
+            vllms = ("start_weight_update", "update_weights", "finish_weight_update")
+            for name, method in (named | dict.fromkeys(vllms, "POST")).items():
+                reply = await router.http.request(method, f"/{name}", content=b"{}")
                 assert reply.status_code == 400 and reply.json()["success"] is False, name
                 assert "GET /workers" in reply.json()["message"]
             assert not any(worker.exchanges for worker in workers)

@@ -73,7 +73,8 @@ class PausingSimulation(Simulation):
     @property
     def mode(self) -> PauseMode | None:
         """The mode of the strongest hold."""
-        return strongest(self.user, "in_place" if self.committing else None)
+        flushing = any(isinstance(m, Flush) and m.retract for m in self.owed.values())
+        return strongest(self.user, "in_place" if self.committing else None, "retract" if flushing else None)
 
     @property
     def live(self) -> list[str]:
@@ -109,9 +110,9 @@ class PausingSimulation(Simulation):
         self._after(settle)
         return message.call
 
-    def flush(self, timeout_s: float = 0.0, *, settle: bool = True) -> int:
+    def flush(self, timeout_s: float = 0.0, *, retract: bool = False, settle: bool = True) -> int:
         """Flush; returns the number of the call."""
-        message = Flush(self._call(), timeout_s)
+        message = Flush(self._call(), timeout_s, retract)
         self.owed[message.call] = message
         self.flush_deadlines[message.call] = self.now + timeout_s
         self.control.flush(message, self.now)
@@ -260,13 +261,14 @@ class PausingSimulation(Simulation):
             return
         assert isinstance(message, Paused | Continued | Flushed)
         assert message.call in self.owed, "a call is answered twice, or was never made"
-        call = self.owed.pop(message.call)
+        call = self.owed[message.call]
         assert type(message) is ANSWERS[type(call)]
         self.answers[message.call] = message
+        if isinstance(message, Flushed):
+            self._on_flushed(message)  # while its own hold still counts
+        del self.owed[message.call]
         if isinstance(message, Paused):
             self._on_paused(call, message)
-        elif isinstance(message, Flushed):
-            self._on_flushed(message)
 
     def _on_paused(self, call: Pause | Continue | Flush, message: Paused) -> None:
         scheduler = self.scheduler

@@ -439,7 +439,8 @@ def test_a_flush_resets_the_state_to_that_of_the_start(sim: Loop) -> None:
     assert sim.state()["forward_ct_decode"] and sim.state()["new_token_ratio"] != start["new_token_ratio"]
     answer = sim.flushed(sim.flush())
     assert (answer.flushed_items > 0) != sim.scheduler.config.disable_prefix_cache
-    totals = {name: sim.state()[name] for name in ("num_generated_tokens", "num_steps", "eager")}
+    counted = ("num_generated_tokens", "num_steps", "eager", "num_flushes")
+    totals = {name: sim.state()[name] for name in counted}
     assert sim.state() == start | totals
     sim.add("again", list(range(40)))
     sim.until_idle()

@@ -118,9 +118,9 @@ class PauseMachine(StepMachine):
         self.sim.proceed()
         self.run_some(turns, overlap)
 
-    @rule(timeout_s=st.sampled_from([0, 0, 1, 5]), settle=st.booleans())
-    def flush(self, timeout_s: int, settle: bool) -> None:
-        self.sim.flush(timeout_s, settle=settle)
+    @rule(timeout_s=st.sampled_from([0, 0, 1, 5]), retract=st.booleans(), settle=st.booleans())
+    def flush(self, timeout_s: int, retract: bool, settle: bool) -> None:
+        self.sim.flush(timeout_s, retract=retract, settle=settle)
 
     @precondition(lambda self: self.sim.live)
     @rule(data=st.data(), settle=st.booleans())

@@ -27,7 +27,7 @@ IDS = [f"{'/'.join(sorted(route.methods))} {route.path}" for route in ROUTES]
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model: Path) -> Iterator[LiveServer]:
-    with LiveServer(tiny_model, api_key=CLIENT, admin_api_key=ADMIN) as server:
+    with LiveServer(tiny_model, api_key=CLIENT, admin_api_key=ADMIN, compat="sglang") as server:
         yield server
 
 
@@ -57,6 +57,14 @@ def test_probes_need_no_key(guarded: LiveServer) -> None:
     assert open_paths <= {"/health", "/health_generate", "/ready", "/ping"}
 
 
+def test_the_owner_of_the_model_is_the_engine_that_compat_names(
+    guarded: LiveServer, server: LiveServer
+) -> None:
+    (card,) = guarded.client.get("/v1/models", headers=bearer(CLIENT)).json()["data"]
+    assert card["owned_by"] == "sglang"
+    assert server.client.get("/v1/models").json()["data"][0]["owned_by"] == "segue"
+
+
 def test_metrics_are_open_on_request(tiny_model: Path) -> None:
     with LiveServer(tiny_model, api_key=CLIENT, open_metrics=True) as server:
         assert get(server, "/metrics", None) == 200
@@ -67,6 +75,7 @@ def test_control_routes_need_the_admin_key(guarded: LiveServer) -> None:
     assert get(guarded, "/server_info", CLIENT) == 401
     assert get(guarded, "/server_info", ADMIN) == 200
     assert get(guarded, "/v1/models", ADMIN) == 200
+    assert get(guarded, "/v1/loads", CLIENT) == 401
     assert guarded.client.post("/abort_request", json={"abort_all": True}).status_code == 401
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,53 @@ def test_server_info(server: LiveServer, path: str) -> None:
     (state,) = info["internal_states"]
     assert set(state) >= STATE_FIELDS
     assert state["req_to_token_pool_total"] == 16
+
+
+def test_server_info_has_the_names_that_clients_of_sglang_read(server: LiveServer) -> None:
+    info = server.client.get("/server_info").json()
+    sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "moe_dp_size": 1, "num_gpus": 1}
+    told = {"enable_memory_saver": False, "disaggregation_mode": "null", "dtype": "float32"}
+    decided = {"max_running_requests": 16, "page_size": 16, "chunked_prefill_size": 512}
+    assert info.items() >= (sizes | told | decided).items()
+    assert info["max_total_tokens"] == info["max_total_num_tokens"] and info["context_length"] == 512
+    assert info["weight_version"] == "0" and "vllm_config" not in info
+
+
+def test_server_info_has_vllms_configuration_if_that_is_asked_for(server: LiveServer) -> None:
+    config = server.client.get("/server_info?config_format=json").json()["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["max_model_len"] == 512
+    assert config["parallel_config"]["tensor_parallel_size"] == 1
+    assert config["cache_config"]["block_size"] == 16
+    assert config["scheduler_config"]["max_num_seqs"] == 16
+    wrong = server.client.get("/server_info?config_format=yaml")
+    assert wrong.status_code == 400 and "'yaml'" in wrong.json()["message"]
+
+
+def test_model_info_has_the_models_type_and_classes(server: LiveServer, tiny_model: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    for path in ("/model_info", "/get_model_info"):
+        info = server.client.get(path).json()
+        assert (info["model_type"], info["architectures"]) == (config["model_type"], config["architectures"])
+        assert (info["model_path"], info["is_generation"]) == (str(tiny_model), True)
+        assert info["tokenizer_path"] == str(tiny_model)
+
+
+def test_the_world_and_the_version(server: LiveServer) -> None:
+    for query in ("", "?include_dp=false"):
+        assert server.client.get(f"/get_world_size{query}").json() == {"world_size": 1}
+    assert server.client.get("/weight_info").json() == server.client.get("/weight_version").json()
+
+
+def test_errors_of_loads_have_the_native_form(server: LiveServer) -> None:
+    for path in ("/v1/loads", "/loads"):
+        wrong = server.client.get(f"{path}?include=cores")
+        assert (wrong.status_code, wrong.json()["object"]) == (400, "error")
+
+
+def test_a_profile_needs_a_directory(server: LiveServer) -> None:
+    refused = server.client.post("/start_profile")
+    assert refused.status_code == 400 and "--profile-dir" in refused.json()["message"]
 
 
 def test_abort_of_an_unknown_rid_is_200_and_empty(server: LiveServer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.server import control_routes
+from segue.server import control_routes, info_routes, vllm_routes
 from segue.server.access import Access, GuardedRoute
 from tests.server.live import LiveServer
 
@@ -51,6 +51,37 @@ def test_the_documented_sequence(post: Any, server: LiveServer, wait_until: Any)
     for path in ("/weight_version", "/get_weight_version"):
         assert server.client.get(path).json() == {"weight_version": "1"}
     assert server.client.get("/model_info").json()["weight_version"] == "1"
+    assert server.client.get("/health").json() == {"status": "ok"}
+
+
+def test_vllms_update_of_several_calls(post: Any, server: LiveServer) -> None:
+    assert post("/start_weight_update").json()["success"]
+    many = {"names": [f"{i:04}" * 8 for i in range(900)], "dtype_names": ["float32"] * 900}
+    info = many | {"shapes": [[2]] * 900, "group_name": "g"}
+    for each in (info, {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], "group_name": "g"}):
+        updated = post("/update_weights", update_info=each)
+        assert (updated.status_code, updated.json()["status"]) == (200, "ok"), updated.text
+    assert server.client.get("/weight_info").json() == {"weight_version": "0"}
+    assert post("/finish_weight_update", weight_version="9").json()["success"]
+    assert server.client.get("/weight_info").json() == {"weight_version": "9"}
+    for path, body, word in (
+        ("/finish_weight_update", {}, "no update was begun"),
+        ("/update_weights", {}, "weight_dir"),
+        ("/update_weights", {"update_info": info | {"ipc_handles": ["x" * 20_000]}}, "CUDA IPC"),
+        ("/update_weights", {"update_info": {"names": "a"}}, "names"),
+    ):
+        refused = post(path, **body)
+        assert (refused.status_code, refused.json()["success"]) == (400, False), path
+        assert word in refused.json()["message"]
+
+
+def test_weights_that_are_reset_must_be_sent_again(post: Any, server: LiveServer) -> None:
+    reset = post("/weights_checker", action="reset_tensors")
+    assert (reset.status_code, reset.json()["success"]) == (200, True)
+    health = server.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "released")
+    assert "overwritten by /weights_checker" in health.json()["message"]
+    assert post("/update_weights_from_distributed", **BUCKET, group_name="g").json()["success"]
     assert server.client.get("/health").json() == {"status": "ok"}
 
 
@@ -179,6 +210,7 @@ def test_a_paused_engine_stays_paused(post: Any, server: LiveServer) -> None:
 
 
 def test_the_admin_key_guards_every_weight_route() -> None:
-    routes = [route for route in control_routes.weights if isinstance(route, GuardedRoute)]
+    every = (*control_routes.weights, *info_routes.weights, *vllm_routes.weights)
+    routes = [route for route in every if isinstance(route, GuardedRoute)]
     assert {route.access for route in routes} == {Access.ADMIN}
-    assert len({route.path for route in routes}) == 19
+    assert len({route.path for route in routes}) == 23

@@ -317,5 +317,5 @@ def test_version_and_openapi(server: LiveServer) -> None:
         ("/flush_cache", "post", "timeout"),
         ("/pause", "post", "mode"),
     ):
-        (parameter,) = page["paths"][path][method]["parameters"]
+        parameter, *_ = page["paths"][path][method]["parameters"]
         assert (parameter["name"], parameter["in"]) == (name, "query")

@@ -210,15 +210,82 @@ def test_a_wrong_timeout_of_a_flush_is_400(slow: LiveServer, timeout: str) -> No
 
 @pytest.mark.parametrize(
     ("query", "mode"),
-    [("", "abort"), ("?mode=abort", "abort"), ("?mode=keep", "in_place"), ("?mode=wait", "wait")],
+    [
+        ("", "abort"),
+        ("?mode=abort", "abort"),
+        ("?mode=keep", "in_place"),
+        ("?mode=wait", "wait"),
+        ("?wait_for_inflight_requests=true", "wait"),
+    ],
 )
 def test_vllms_names(slow: LiveServer, query: str, mode: str) -> None:
     response = slow.client.post(f"/pause{query}")
-    assert (response.status_code, response.json()) == (200, {"status": "paused"})
+    cleared = {} if mode == "in_place" else {"cache_cleared": True}
+    assert (response.status_code, response.json()) == (200, {"status": "paused"} | cleared)
     assert state_of(slow)["pause_mode"] == mode
     response = slow.client.post("/resume")
     assert (response.status_code, response.json()) == (200, {"status": "resumed"})
     assert slow.client.get("/is_paused").json() == {"is_paused": False}
+
+
+def cached(server: LiveServer) -> int:
+    return int(state_of(server)["tree_cache_size"])
+
+
+def test_vllms_pause_empties_the_prefix_cache_unless_requests_are_kept(slow: LiveServer) -> None:
+    for query, is_kept in (
+        ("?clear_cache=false", True),
+        ("?mode=keep", True),
+        ("?mode=wait", False),
+        ("", False),
+    ):
+        Api(slow.client).generate("abcdef" * 10, sampling_params={"max_new_tokens": 1})
+        assert cached(slow)
+        slow.client.post(f"/pause{query}")
+        assert (cached(slow) > 0) == is_kept, query
+        slow.client.post("/resume")
+
+
+def test_a_reset_of_the_prefix_cache_can_take_the_kv_of_running_requests(
+    slow: LiveServer, wait_until: Any
+) -> None:
+    expected = Running(slow).result()["output_ids"]
+    one = Running(slow, max_new_tokens=COUNT)
+    wait_until(lambda: state_of(slow)["running_batch_rids"] == ["one"])
+    refused = slow.client.post("/reset_prefix_cache").json()
+    assert refused["success"] is False and "1 requests run" in refused["message"]
+    before = state_of(slow)["num_flushes"]
+    assert slow.client.post("/reset_prefix_cache?reset_running_requests=true").json()["success"]
+    assert slow.client.post("/reset_prefix_cache", json={"reset_running_requests": True}).json()["success"]
+    assert state_of(slow)["num_flushes"] == before + 2
+    assert slow.client.get("/is_paused").json() == {"is_paused": False}
+    assert one.result()["output_ids"] == expected, "it goes on by itself"
+    assert slow.client.post("/reset_prefix_cache?reset_external=true").json()["success"]
+
+
+def test_vllms_abort_of_some_requests_and_of_all(slow: LiveServer, wait_until: Any) -> None:
+    running = {rid: Running(slow, rid, max_new_tokens=400) for rid in ("a", "b", "c")}
+    wait_until(lambda: state_of(slow)["running_batch_size"] == 3)
+    answer = slow.client.post("/abort_requests", json={"request_ids": ["a", "a", "x"]})
+    assert (answer.status_code, answer.json()) == (200, {"status": "aborted", "aborted": 1})
+    assert running["a"].result()["meta_info"]["finish_reason"]["type"] == "abort"
+    answer = slow.client.post("/abort_requests", json={"request_ids": []})
+    assert answer.json() == {"status": "aborted", "aborted": 2}
+    for rid in ("b", "c"):
+        assert running[rid].result()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_loads_count_what_runs_and_are_zero_once_all_is_aborted(slow: LiveServer, wait_until: Any) -> None:
+    running = [Running(slow, rid, max_new_tokens=400) for rid in ("a", "b")]
+    wait_until(lambda: state_of(slow)["running_batch_size"] == 2)
+    (load,) = slow.client.get("/v1/loads?include=core").json()["loads"]
+    assert (load["num_running_reqs"], load["num_total_reqs"]) == (2, 2)
+    assert load["num_used_tokens"] > 0 and "queues" not in load
+    (old,) = slow.client.get("/get_load").json()
+    assert (old["num_reqs"], old["num_waiting_reqs"]) == (2, 0)
+    slow.client.post("/abort_request", json={"abort_all": True})
+    wait_until(lambda: slow.client.get("/v1/loads").json()["loads"][0]["num_total_reqs"] == 0)
+    assert [each.result()["meta_info"]["finish_reason"]["type"] for each in running] == ["abort"] * 2
 
 
 def test_an_unknown_mode_of_vllms_names_the_modes(slow: LiveServer) -> None:

@@ -42,6 +42,17 @@ def test_a_checkpoint_is_served_after_a_commit(kind: str, tp: TPInfo, tmp_path: 
         assert_same(rank, new)
 
 
+def test_a_directory_of_weights_alone_is_of_the_served_model(rank: Rank, tmp_path: Path) -> None:
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "model.safetensors").write_bytes((new / "model.safetensors").read_bytes())
+    assert "is not within the directories of --weights-root" in refused(rank, bare, roots=[str(new)])
+    rank.do(Load, session=99, model_path=str(bare), load_format=None, roots=[str(tmp_path)])
+    rank.do(Commit, session=99)
+    assert_same(rank, new)
+
+
 def test_dummy_weights_are_those_of_a_start_with_dummy_weights(rank: Rank, tmp_path: Path) -> None:
     rank.do(Load, session=1, model_path=str(tmp_path / "old"), load_format="dummy")
     rank.do(Commit, session=1)

@@ -88,6 +88,33 @@ def test_one_changed_value_is_seen_in_checksum_and_comparison(name: str, tmp_pat
         assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied", "qwen3-moe"])
+def test_a_reset_leaves_no_value_and_all_tensors_bring_them_back(name: str, tmp_path: Path) -> None:
+    path, state = checkpoint(name, tmp_path / "old", 0)
+    with rank_of(path) as rank:
+        before = inspect_ranks([rank], CheckWeights(action="checksum"))
+        inspect_ranks([rank], CheckWeights(action="snapshot"))
+        assert rank.ask(Inspect, request=CheckWeights(action="reset_tensors")).errors == []
+        arena, names = rank.served.arena, set(rank.served.weight_map.names)
+        padding = rank.served.weight_map.padding
+        for parameter in arena.layout.table:
+            values = arena.view(parameter).clone()
+            if parameter in padding:
+                assert not values[padding[parameter]].any()
+                values[padding[parameter]] = float("nan")
+            assert values.isnan().all(), parameter
+        assert rank.served.missing == names
+        assert set(inspect_ranks([rank], CheckWeights(action="compare"))["differ"]) == names
+        first, *others = state
+        change(rank, {name: state[name] for name in others})
+        left = inspect_ranks([rank], CheckWeights(action="compare"))["differ"]
+        assert rank.served.missing and set(left) == rank.served.missing
+        change(rank, {first: state[first]})
+        assert not rank.served.missing
+        assert inspect_ranks([rank], CheckWeights(action="compare")) == {"differ": []}
+        assert inspect_ranks([rank], CheckWeights(action="checksum")) == before
+
+
 def test_swapped_rows_columns_and_tensors_have_other_checksums(tmp_path: Path) -> None:
     path, state = checkpoint("qwen3", tmp_path / "old", 0)
     gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))

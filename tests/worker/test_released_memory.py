@@ -38,7 +38,7 @@ class SlowMemory:
 
 def test_a_long_copy_does_not_hold_up_the_loop(wait_until: WaitUntil) -> None:
     memory, sent = SlowMemory(), list[MemoryMoved]()
-    served: Any = SimpleNamespace(tp=SimpleNamespace(rank=3), note_released=lambda: None)
+    served: Any = SimpleNamespace(tp=SimpleNamespace(rank=3), note_lost=lambda: None)
 
     def submit(work: Any) -> Any:  # as `CUDAStream` does
         raise AssertionError("on CUDA this would run it on the loop's thread")

@@ -10,6 +10,7 @@ from segue.messages.control import PauseMode
 from segue.messages.memory import MemoryAnswer, MemoryTag
 
 MAX_S = 1e300  # seconds: any finite number
+_VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
 
 class AbortRequest(Struct, frozen=True, kw_only=True):
@@ -45,9 +46,21 @@ class FlushQuery(Struct, frozen=True, kw_only=True):
 
 
 class PauseQuery(Struct, frozen=True, kw_only=True):
-    """``POST /pause``, vLLM's; ``keep`` leaves requests in place."""
+    """``POST /pause``, vLLM's; ``keep`` leaves requests and all KV in place, whatever ``clear_cache``."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+    wait_for_inflight_requests: bool = False  # vLLM's older name of the mode ``wait``
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """The mode by the engine's own name."""
+        return "wait" if self.wait_for_inflight_requests else _VLLM_MODES[self.mode]
+
+    @property
+    def clears_cache(self) -> bool:
+        """Whether the prefix cache is emptied once nothing runs."""
+        return self.clear_cache and self.pause_mode != "in_place"
 
 
 ALL_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)

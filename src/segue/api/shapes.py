@@ -76,7 +76,7 @@ class LikelyToken(Struct):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int] | None = None  # absent where tokens are ids
 
 
 class ChatLogprob(LikelyToken):
@@ -279,3 +279,91 @@ class ServerInfo(Struct):
     max_total_num_tokens: int
     decided: dict[str, Any]
     internal_states: list[dict[str, Any]]
+
+
+class SuccessReply(Struct):
+    """Whether something was done, and a sentence."""
+
+    success: bool
+    message: str
+
+
+class UpdateReply(SuccessReply):
+    """A call of a weight update by vLLM's name."""
+
+    status: str
+
+
+class TracesReply(SuccessReply):
+    """``POST /stop_profile``: the traces' paths."""
+
+    files: list[str]
+
+
+class AbortedReply(StatusReply):
+    """``POST /abort_requests``."""
+
+    aborted: int
+
+
+class LoadsReply(Struct):
+    """``GET /v1/loads``."""
+
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    num_accelerators: int
+    loads: list[dict[str, Any]]
+    aggregate: dict[str, float]
+
+
+class WorldSizeReply(Struct):
+    """``GET /get_world_size``."""
+
+    world_size: int
+
+
+# --- token ids ---
+
+
+class TokenChoice(Struct):
+    """A continuation by token ids."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class TokenGenerateReply(Struct):
+    """``POST /inference/v1/generate``."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokenChoice]
+    usage: UsageShape
+
+
+class TokenizeReply(Struct):
+    """``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Struct):
+    """``POST /detokenize``."""
+
+    prompt: str
+
+
+class RenderedPrompt(Struct):
+    """What a prompt is generated from."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str

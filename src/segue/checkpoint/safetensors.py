@@ -25,15 +25,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from segue.checkpoint.model_files import corrupt, open_file, read_at, read_text, truncated
+from segue.checkpoint.model_files import INDEX, SINGLE, corrupt, open_file, read_at, read_text, truncated
 from segue.dtypes import SAFETENSORS, WEIGHTS
 from segue.errors import ModelFileError
 from segue.memory import backing
 from segue.memory.arena import Arena
 from segue.models.weight_map import Box, Shape, WeightMap, box_of
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 BOUNCE_BYTES = 16 << 20
 
 DTYPES = {name: getattr(torch, dtype) for name, (dtype, _) in SAFETENSORS.items()}

@@ -29,6 +29,8 @@ class ModelSource:
     gguf: Path | None
     tokenizer_directory: Path | None  # None: the model has no tokenizer, so requests must give token ids
     config: ModelConfig
+    model_type: str | None  # of config.json; None: it names none
+    architectures: tuple[str, ...]  # of config.json: names of transformers' classes
     eos_token_ids: tuple[int, ...]  # of generation_config.json, else config.json
 
     def tokenizer_digest(self) -> str:
@@ -86,7 +88,40 @@ def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -
             directory if any((directory / file).exists() for file in TOKENIZER_FILES) else None
         ),
         config=config,
+        model_type=hf_config.get("model_type"),
+        architectures=tuple(hf_config["architectures"]),
         eos_token_ids=eos_token_ids(hf_config, read_json(generation) if generation.exists() else {}),
+    )
+
+
+def resolve_weights(
+    model: str, load_format: LoadFormat, cache_dir: Path | str, served: ModelConfig
+) -> ModelSource:
+    """As `resolve`, for new weights of a model that is `served`: a directory needs no config.json then.
+
+    Trainers that save each step write the safetensors files alone. Those files must fit the served model.
+    """
+    model_files.check_path(model)
+    path = os.path.expanduser(model)
+    is_bare = (
+        load_format in ("auto", "safetensors")
+        and model_files.may_be_at(path)
+        and not os.path.exists(os.path.join(path, "config.json"))
+        and any(os.path.exists(os.path.join(path, name)) for name in (model_files.SINGLE, model_files.INDEX))
+    )
+    if not is_bare:
+        return resolve(model, load_format, cache_dir)
+    directory = Path(path).resolve()
+    return ModelSource(
+        name=directory.name,
+        format="safetensors",
+        directory=directory,
+        gguf=None,
+        tokenizer_directory=None,
+        config=served,
+        model_type=None,
+        architectures=(served.architecture,),
+        eos_token_ids=(),
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from msgspec import convert
 
-from segue.errors import RoleChangeError, SegueError, error_of
+from segue.errors import InvalidRequestError, RoleChangeError, SegueError, error_of
 from segue.failover.life import Life
 from segue.messages import control
 from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.fleet import Role
 from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
+from segue.messages.profile import Activity, ProfileAnswer, StartProfile, StopProfile
 from segue.messages.weight_operations import WeightOperation
 from segue.messages.weight_update import WeightAnswer, WeightCall, WithdrawCall
 
@@ -26,6 +27,7 @@ ControlAnswer = (
     | control.Flushed
     | control.RoleSet
     | MemoryAnswer
+    | ProfileAnswer
     | WeightAnswer
 )
 Answer = TypeVar("Answer", bound=ControlAnswer)
@@ -63,9 +65,12 @@ class ControlCalls:
         """Continue generation. No effect if it is not paused."""
         await self._ask(control.Continue, control.Continued)
 
-    async def flush_cache(self, timeout_s: float = 0.0) -> FlushResult:
-        """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds."""
-        answer = await self._ask(lambda call: control.Flush(call, timeout_s), control.Flushed)
+    async def flush_cache(self, timeout_s: float = 0.0, *, retract: bool = False) -> FlushResult:
+        """Drop all cached KV, unless a request still holds KV after ``timeout_s`` seconds.
+
+        With ``retract`` requests that run give their KV back first, and compute it anew afterwards.
+        """
+        answer = await self._ask(lambda call: control.Flush(call, timeout_s, retract), control.Flushed)
         return convert(answer, FlushResult, from_attributes=True)
 
     async def ask_weights(
@@ -99,6 +104,47 @@ class ControlCalls:
         answer = await self._ask(message, MemoryAnswer)
         if answer.error:
             raise error_of(answer.error, answer.message)
+        return answer
+
+    async def start_profile(
+        self,
+        path: str,
+        activities: Sequence[Activity],
+        *,
+        num_steps: int | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+    ) -> None:
+        """Trace steps until :meth:`stop_profile`, or so many; each rank's trace is at ``path``, and its rank.
+
+        Raises:
+            InvalidRequestError: there is a profile already, or a rank cannot trace.
+        """
+
+        def message(call: int) -> FrontendMessage:
+            return StartProfile(
+                call=call,
+                path=path,
+                activities=list(activities),
+                num_steps=num_steps,
+                with_stack=with_stack,
+                record_shapes=record_shapes,
+            )
+
+        await self._profile(message)
+
+    async def stop_profile(self) -> list[str]:
+        """End the profile; returns the traces, by rank, also of one that has ended by itself.
+
+        Raises:
+            InvalidRequestError: there is none, or a trace cannot be written.
+        """
+        return list((await self._profile(StopProfile)).files)
+
+    async def _profile(self, message: Callable[[int], FrontendMessage]) -> ProfileAnswer:
+        answer = await self._ask(message, ProfileAnswer)
+        if answer.error:
+            raise InvalidRequestError(answer.error)
         return answer
 
     async def get_state(self, *, check: bool = False) -> control.State:

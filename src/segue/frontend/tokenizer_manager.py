@@ -31,6 +31,7 @@ from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import FrontendMessage, PauseMode, PauseResult
 from segue.messages.memory import MemoryAnswer
+from segue.messages.profile import ProfileAnswer
 from segue.messages.requests import (
     BEFORE_PREFILL,
     FIRST_WEIGHT_VERSION,
@@ -284,6 +285,11 @@ class TokenizerManager:
         """The number of requests in flight."""
         return len(self._states) + len(self._arriving)
 
+    def num_of(self, rid: str) -> int:
+        """The number of requests in flight that an id means: a request's own, or a batch's."""
+        rids = self._batches.get(rid, {rid})
+        return sum(each in self._states or each in self._arriving for each in rids)
+
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
         await self._idle.wait()
@@ -371,6 +377,7 @@ class TokenizerManager:
                 | control.Flushed()
                 | control.RoleSet()
                 | MemoryAnswer()
+                | ProfileAnswer()
                 | WeightAnswer()
             ):
                 if isinstance(message, control.RoleSet) and not message.error:

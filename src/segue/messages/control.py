@@ -10,6 +10,7 @@ from segue.messages.fleet import Role, WorkerLoad
 from segue.messages.kv import KVIdentity
 from segue.messages.life import ColdReason, LifeMessage, RankAnswer
 from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
+from segue.messages.profile import ProfileAnswer, StartProfile, StopProfile
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected, TokenLogprob
 from segue.messages.steps import EagerReason
 from segue.messages.weight_update import Call, WeightAnswer, WeightCall, WeightNotice, WithdrawCall
@@ -38,6 +39,7 @@ class Flush(Call, frozen=True, tag=True, array_like=True):
     """Empties the prefix cache and resets what is measured since a flush. The reply is :class:`Flushed`."""
 
     timeout_s: float = 0.0  # how long to wait until no request holds KV
+    retract: bool = False  # whether requests that run give their KV back for it, and compute it anew
 
 
 class GetState(Call, frozen=True, tag=True, array_like=True):
@@ -73,6 +75,8 @@ FrontendMessage = (
     | SetRole
     | ReleaseMemory
     | ResumeMemory
+    | StartProfile
+    | StopProfile
     | Shutdown
     | LifeMessage
     | WeightCall
@@ -282,7 +286,9 @@ class Flushed(FlushResult, frozen=True, tag=True, array_like=True, kw_only=True)
     call: int
 
 
-CallAnswer = State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer | MemoryAnswer
+CallAnswer = (
+    State | EngineLoad | RoleSet | Paused | Continued | Flushed | WeightAnswer | MemoryAnswer | ProfileAnswer
+)
 # What the workers say of themselves.
 WorkerMessage = Ready | StartFailed | StartStep | Heartbeat | RankAnswer
 SchedulerMessage = WorkerMessage | SchedulerOutput | Rejected | CallAnswer | WeightNotice

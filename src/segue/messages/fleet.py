@@ -23,6 +23,7 @@ MAX_TTL_S = 86400.0
 # Which work a worker may be given. prefill: it computes prompts and hands over their KV. decode: it makes the
 # output from KV that it was handed, and may compute short prompts itself. both: it serves whole requests.
 Role = Literal["both", "prefill", "decode"]
+MODES: dict[Role, str] = {"both": "null", "prefill": "prefill", "decode": "decode"}  # by SGLang's names
 WorkerState = Literal["starting", "standby", "active", "draining", "dead"]
 
 

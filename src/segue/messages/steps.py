@@ -10,6 +10,7 @@ from segue.messages.kv import KVCommand, KVEvent, RankJoined
 from segue.messages.kv_link import LinkEvent
 from segue.messages.life import LifeMessage, RankAnswer
 from segue.messages.memory import MemoryCommand, MemoryMoved
+from segue.messages.profile import ProfileCommand, Traced
 from segue.messages.requests import SamplingMode, SamplingParams, TokenLogprob
 from segue.messages.weight_update import RankReply, Received, WeightCommand, WeightsChanged
 
@@ -61,9 +62,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The reply to :class:`Drain`: this rank runs nothing."""
 
 
-RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | MemoryCommand | KVCommand
+RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | MemoryCommand | ProfileCommand | KVCommand
 WeightEvent = RankReply | Received | WeightsChanged
-RankEvent = Drained | RankAnswer | MemoryMoved | WeightEvent | RankJoined | KVEvent | LinkEvent
+RankEvent = Drained | RankAnswer | MemoryMoved | Traced | WeightEvent | RankJoined | KVEvent | LinkEvent
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -245,6 +245,8 @@ class EndUpdate(Operation, frozen=True, kw_only=True):
 
     route: ClassVar = "end_weight_update"
 
+    weight_version: Version | None = None  # None: as the last call that named one, else the next number
+
 
 class SetVersion(Operation, frozen=True, kw_only=True):
     """Give the served weights another name."""
@@ -266,12 +268,15 @@ class GetWeights(Operation, frozen=True, kw_only=True):
 
 
 class CheckWeights(Operation, frozen=True, kw_only=True):
-    """Return checksums of the weights, take a snapshot of them, or compare them with it."""
+    """Return checksums of the weights, take a snapshot of them, compare them with it, or overwrite them.
+
+    With `reset_tensors` every value becomes NaN, and requests wait until all tensors were sent again.
+    """
 
     route: ClassVar = "weights_checker"
     methods: ClassVar = ("GET", "POST")
 
-    action: Literal["checksum", "snapshot", "compare"] = "checksum"
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
 
 
 GroupOperation = JoinGroup | LeaveGroup

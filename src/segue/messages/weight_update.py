@@ -179,7 +179,7 @@ class Commit(_SessionCommand, frozen=True, kw_only=True):
 
     The reply's ``fields`` have ``touched``: whether served weights were written, even if the commit failed.
     They have ``num_missing`` and ``missing``, the count and one name of the tensors that are still to be sent
-    after the weights' memory was released, if there are any.
+    after the weights were released or reset, if there are any.
     """
 
 
@@ -188,7 +188,7 @@ class Discard(_SessionCommand, frozen=True, kw_only=True):
 
 
 class Inspect(RankCommand, frozen=True, kw_only=True):
-    """Read the served weights between two steps."""
+    """Read the served weights between two steps, or overwrite them while nothing runs."""
 
     request: operations.Inspection
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from segue.router import control_routes, health_routes, weight_routes, worker_routes
+from segue.router import control_routes, health_routes, info_routes, weight_routes, worker_routes
 from segue.router.config import RouterConfig
 from segue.router.router import Router, router_of
 from segue.router.status import RouterCollector, laps_status
@@ -36,6 +36,7 @@ def create_router_app(config: RouterConfig) -> Starlette:
         laps,
         identity,
         control_routes.routes,
+        info_routes.routes,
         weight_routes.routes,
         health_routes.routes,
         metrics,

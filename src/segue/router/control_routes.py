@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.control import AbortRequest, FlushQuery, PauseQuery, PauseRequest
+from segue.api.profile import ProfileRequest
 from segue.api.schema import body_schema, query_schema
 from segue.api.validation import parse
+from segue.api.vllm import AbortRequests, ResetPrefixCache
 from segue.errors import FailedOverError, SegueError, WorkersFailedError
 from segue.router.choice import Refuse
 from segue.router.entry import WorkerEntry
@@ -33,14 +36,17 @@ Answer = dict[str, Any]  # the fields of a worker's answer, or of the router's
 routes = Routes(Access.ADMIN, "Control")
 
 
-async def replies_of(request: Request, timeout_s: float) -> Replies:
+async def replies_of(request: Request, timeout_s: float, path: bytes | None = None) -> Replies:
     """Send a client's request to all workers at once; returns their answers.
+
+    ``path``, with the query, is where the workers get it; None: where the client has sent it.
 
     Raises:
         NoWorkerError: there are no workers.
         RequestTooLargeError: the body is larger than ``--max-body-mib``.
     """
-    return await _send(request, await for_workers(request), timeout_s)
+    sent = await for_workers(request)
+    return await _send(request, sent if path is None else replace(sent, path=path), timeout_s)
 
 
 async def _send(request: Request, sent: WorkerRequest, timeout_s: float) -> Replies:
@@ -86,14 +92,18 @@ def combined(path: str, replies: Replies, combine: Callable[[list[Answer]], Answ
     ``combine`` makes it of what the workers said, in their order. If a worker did not do what was asked, the
     answer is an error that names it.
     """
+    return made_of(path, replies, lambda answers: combine(answers) | {"workers": results(replies)})
+
+
+def made_of(path: str, replies: Replies, make: Callable[[list[Any]], Any]) -> Response:
+    """Returns what ``make`` makes of the workers' answers, in their order; an error as :func:`combined`."""
     if failures(replies):
         return _refused(failure(path, replies), replies)
     try:
-        answer = combine([reply.content for reply in replies.values()])
+        return json_response(make([reply.content for reply in replies.values()]))
     except (KeyError, TypeError, AttributeError):
         text = f"{path}: a worker answered without the fields of an engine; use one version of Segue for all"
         return _refused(WorkersFailedError(text), replies)
-    return json_response(answer | {"workers": results(replies)})
 
 
 def _refused(error: SegueError, replies: Replies) -> Response:
@@ -130,9 +140,14 @@ async def continue_generation(request: Request) -> Response:
 
 @routes.post("/pause", schema=query_schema(PauseQuery))
 async def pause(request: Request) -> Response:
-    """As ``/pause_generation``, by vLLM's name and modes."""
+    """As ``/pause_generation``, by vLLM's name and modes; then the prefix caches are emptied."""
     replies = await _pause(request)
-    return combined(request.scope["path"], replies, _first)
+    return combined(request.scope["path"], replies, _paused_as_vllm)
+
+
+def _paused_as_vllm(answers: list[Answer]) -> Answer:
+    """Returns the first answer that says that a cache was not emptied; else that of the first worker."""
+    return next((dict(each) for each in answers if not each.get("cache_cleared", True)), dict(answers[0]))
 
 
 @routes.post("/resume")
@@ -169,6 +184,29 @@ async def abort_request(request: Request) -> Response:
     return _refused(failure(path, replies), replies) if failures(replies) else Response()
 
 
+@routes.post("/abort_requests", schema=body_schema(AbortRequests, required=False))
+async def abort_requests(request: Request) -> Response:
+    """As ``/abort_request``, by vLLM's name; ``aborted`` counts those of all workers."""
+    replies = await replies_of(request, router_of(request).config.control_timeout_s)
+
+    def combine(answers: list[Answer]) -> Answer:
+        return answers[0] | {"aborted": sum(answer["aborted"] for answer in answers)}
+
+    return combined(request.scope["path"], replies, combine)
+
+
+@routes.post("/reset_prefix_cache", schema=query_schema(ResetPrefixCache))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached KV of all workers, by vLLM's name; ``success`` is false if one has not."""
+    replies = await replies_of(request, router_of(request).config.control_timeout_s)
+    return combined(request.scope["path"], replies, _reset)
+
+
+def _reset(answers: list[Answer]) -> Answer:
+    """Returns the first answer that says that a cache was not reset; else that of the first worker."""
+    return next((dict(answer) for answer in answers if not answer["success"]), dict(answers[0]))
+
+
 @routes.get("/flush_cache", schema=query_schema(FlushQuery))
 @routes.post("/flush_cache", schema=query_schema(FlushQuery))
 async def flush_cache(request: Request) -> Response:
@@ -197,39 +235,22 @@ def _flushed_items(text: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-# --- information ---
+# --- profiles ---
 
 
-@routes.get("/server_info")
-@routes.get("/get_server_info")
-async def server_info(request: Request) -> Response:
-    """Options and state of the workers: those of the first one, with the scheduler's state of each."""
-    return combined(request.scope["path"], await replies_of(request, READ_S), _server_info)
+@routes.post("/start_profile", schema=body_schema(ProfileRequest, required=False))
+async def start_profile(request: Request) -> Response:
+    """Trace the steps of all workers, each in its own ``--profile-dir``."""
+    replies = await replies_of(request, router_of(request).config.control_timeout_s)
+    return combined(request.scope["path"], replies, _first)
 
 
-def _server_info(answers: list[Answer]) -> Answer:
-    """Returns what several engines are together, as clients read it of one engine with data parallelism."""
-    states = [state for answer in answers for state in answer["internal_states"]]
-    tokens = sum(answer["max_total_num_tokens"] for answer in answers)
-    together = {"dp_size": len(answers), "max_total_num_tokens": tokens, "internal_states": states}
-    return answers[0] | together
+@routes.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    """Trace no more, and write a trace per rank of each worker."""
+    replies = await replies_of(request, router_of(request).config.control_timeout_s)
 
+    def combine(answers: list[Answer]) -> Answer:
+        return answers[0] | {"files": [file for answer in answers for file in answer["files"]]}
 
-@routes.get("/model_info")
-@routes.get("/get_model_info")
-async def model_info(request: Request) -> Response:
-    """Return what is served; the version of the weights is ``mixed`` where the workers' differ."""
-    return combined(request.scope["path"], await replies_of(request, READ_S), one_version)
-
-
-@routes.get("/get_weight_version")
-@routes.get("/weight_version")
-async def weight_version(request: Request) -> Response:
-    """Return the name of the served weights; ``mixed`` where the workers' differ."""
-    return combined(request.scope["path"], await replies_of(request, READ_S), one_version)
-
-
-def one_version(answers: list[Answer]) -> Answer:
-    """Returns the first answer, with a version of the weights that stands for all."""
-    versions = {answer["weight_version"] for answer in answers}
-    return answers[0] | {"weight_version": versions.pop() if len(versions) == 1 else "mixed"}
+    return combined(request.scope["path"], replies, combine)

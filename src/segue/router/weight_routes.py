@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from segue.api.schema import body_schema, query_schema
 from segue.api.shapes import WeightError
+from segue.api.vllm import FinishUpdate, UpdateWeights
 from segue.errors import NoWorkerError, SeveralWorkersError
 from segue.messages.weight_operations import OPERATIONS
 from segue.router.control_routes import addressed_by
@@ -38,6 +39,12 @@ async def forward(request: Request) -> Response:
     return Response(reply.body, reply.status, {"content-type": reply.kind.decode("latin-1")})
 
 
+for _path, _taken in (
+    ("/start_weight_update", {}),
+    ("/update_weights", body_schema(UpdateWeights)),
+    ("/finish_weight_update", body_schema(FinishUpdate, required=False)),
+):
+    routes.add("POST", _path, forward, schema=_taken)
 for _name, _kind in OPERATIONS.items():
     for _method in _kind.methods:
         _taken = query_schema(_kind) if _method == "GET" else body_schema(_kind, required=False)

@@ -35,8 +35,9 @@ def _handover(s: Scheduler, counters: HandoverCounters) -> dict[str, Any]:
 def internal_state(s: Scheduler) -> dict[str, Any]:
     """Returns the present state of the queues and pools, and the counters, for the route that reports it.
 
-    ``tree_cache_size`` and ``available_kv_tokens`` are in tokens, because SGLang counts tokens and not pages;
-    ``req_to_token_pool_*`` count request slots. The pause is the one that a client sees.
+    ``tree_cache_size``, ``available_kv_tokens`` and ``num_used_tokens`` (of requests, offers and leases)
+    are in tokens, because SGLang counts tokens and not pages; ``req_to_token_pool_*`` count request slots.
+    The pause is the one that a client sees.
     """
     resources, ratio, laps = s.resources, s.new_token_ratio, s.report_laps()
     handover = s.handover.counters()
@@ -47,6 +48,8 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "pause_state": s.control.client_state.name.lower(),
         "waiting_queue_size": len(s.waiting),
         "waiting_queue_rids": [r.rid for r in s.waiting],
+        "retracted_queue_size": sum(r.has_begun for r in s.waiting),
+        "num_waiting_uncached_tokens": sum(r.remaining for r in s.waiting),
         "running_batch_size": len(s.running),
         "running_batch_rids": list(s.running),
         "cur_batch_is_none": not s.in_flight,
@@ -58,10 +61,12 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "req_to_token_pool_used": s.limits.max_running_requests - len(resources.free_slots),
         "req_to_token_pool_available": len(resources.free_slots),
         "available_kv_tokens": len(resources.free_pages) * s.limits.page_size,
+        "num_used_tokens": (s.limits.num_pages - resources.num_available) * s.limits.page_size,
         "num_generated_tokens": s.totals.output_tokens,
         "forward_ct_decode": s.num_decode_steps,
         "num_steps": s.totals.num_steps,
         "num_preemptions": s.totals.num_preemptions,
+        "num_flushes": s.num_flushes,
         "graph_hit": sum(s.totals.graph_hits.values()),
         "graph_hit_by_kind": s.totals.graph_hits,
         "eager": s.totals.eager_steps,

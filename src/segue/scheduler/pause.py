@@ -3,8 +3,9 @@
     RUNNING -> PAUSING -> PAUSED -> RUNNING
 
 The engine runs while it has no hold. The user's hold ends with ``continue``, or when its ``ttl_s`` is over; a
-weight commit ends its own hold and never the user's. A pause takes effect when no step is in flight and, in
-mode ``wait``, every request that has begun has ended; the calls that asked for it are answered then.
+weight commit, and a flush that retracts requests, end their own holds and never the user's. A pause takes
+effect when no step is in flight and, in mode ``wait``, every request that has begun has ended; the calls that
+asked for it are answered then.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from segue.scheduler.scheduler import Scheduler
 
 LEAVING_S = 10.0  # that the answer to a pause of mode "retract" waits for pages which other workers still use
-Holder = Literal["user", "weight_commit", "memory_release"]
+Holder = Literal["user", "weight_commit", "memory_release", "flush"]
 
 _MODES: tuple[PauseMode, ...] = get_args(PauseMode)  # from the weakest to the strongest
+_UNSEEN: frozenset[Holder] = frozenset(
+    ("weight_commit", "flush")
+)  # holds that are short and no pause to clients
 
 
 class PauseState(Enum):
@@ -82,8 +86,8 @@ class PauseControl:
 
     @property
     def client_mode(self) -> PauseMode | None:
-        """The strongest mode of all holds but the weight commit's, which is short and unseen by clients."""
-        modes = (mode for holder, mode in self.holders.items() if holder != "weight_commit")
+        """The strongest mode of all holds that clients see."""
+        modes = (mode for holder, mode in self.holders.items() if holder not in _UNSEEN)
         return max(modes, key=_MODES.index, default=None)
 
     @property
@@ -151,7 +155,12 @@ class PauseControl:
             self.state = PauseState.PAUSING
 
     def flush(self, message: Flush, now: float) -> None:
-        """Ask for the prefix cache to be emptied; :meth:`advance` returns the answer."""
+        """Ask for the prefix cache to be emptied; :meth:`advance` returns the answer.
+
+        With ``retract`` running requests give their KV back first, and go on afterwards.
+        """
+        if message.retract:
+            self.hold("flush", "retract")
         in_flight = self._scheduler.in_flight
         last = in_flight[-1].plan.step if in_flight else 0
         self._flushes.append(_PendingFlush(message, now + message.timeout_s, last))
@@ -185,6 +194,8 @@ class PauseControl:
                 self._answer_pauses(now, num_retracted=num_retracted)
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._try_flush(flush, now)]
+            if not any(flush.message.retract for flush in self._flushes):
+                self.release("flush")
         replies, self._replies = self._replies, []
         return replies
 

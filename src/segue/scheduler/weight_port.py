@@ -24,7 +24,9 @@ class WeightPort:
         self.is_updating = False  # whether an update of the weights is open, which may end in a commit
         self.kv_epoch = 0  # grows with every commit of weights, even if the version's name stays the same
         self.poisoned: str | None = None  # why the weights are unusable and requests rejected; None: usable
-        self.missing: str | None = None  # what is missing of weights whose memory was released; None: nothing
+        self.missing: str | None = (
+            None  # what is missing of weights that were released or reset; None: nothing
+        )
         self.unavailable: str | None = None  # why their memory may not be read or written now; None: it may
         self._commits: dict[str, int] = {}  # version -> how often it was committed
 
@@ -51,6 +53,10 @@ class WeightPort:
 
     def release(self) -> None:
         self._scheduler.control.release("weight_commit")
+
+    def hold_until_whole(self) -> None:
+        """As a release of the weights' memory does, whose hold ends once nothing is missing (`Standby`)."""
+        self._scheduler.control.hold("memory_release", "retract")
 
     def version_after(self, version: str | None) -> str:
         """Returns the name of the next weights, if their sender calls them ``version``.

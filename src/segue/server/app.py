@@ -14,9 +14,11 @@ from segue.server import (
     fleet_routes,
     generation_routes,
     health,
+    info_routes,
     leg_routes,
     metrics,
     tokenization_routes,
+    vllm_routes,
 )
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
@@ -40,6 +42,8 @@ def create_app(config: EngineConfig) -> Starlette:
         tokenization_routes,
         leg_routes,
         control_routes,
+        vllm_routes,
+        info_routes,
         fleet_routes,
         health,
         metrics,

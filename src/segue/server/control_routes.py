@@ -1,4 +1,4 @@
-"""Control routes: pause, continue, abort, flush, server information, and the operations on weights."""
+"""Control routes: pause, continue, abort, flush, memory, and the operations on weights."""
 
 from __future__ import annotations
 
@@ -15,32 +15,17 @@ from segue.api.control import (
     AbortRequest,
     FlushQuery,
     MemoryRequest,
-    PauseQuery,
     PauseRequest,
-    SleepQuery,
-    memory_of_level,
     memory_reply,
 )
+from segue.api.profile import ProfileRequest
 from segue.api.schema import body_schema, query_schema, reply_schema, text_schema
-from segue.api.shapes import (
-    MemoryReply,
-    MessageReply,
-    ModelInfo,
-    PausedReply,
-    PauseReply,
-    ServerInfo,
-    SleepingReply,
-    StatusReply,
-    WeightError,
-    WeightVersionReply,
-)
+from segue.api.shapes import MemoryReply, MessageReply, PauseReply, SuccessReply, TracesReply, WeightError
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
 from segue.config import EngineConfig
 from segue.errors import InvalidRequestError
 from segue.http_guard import is_loopback
-from segue.launch import engine_info
-from segue.messages.control import PauseMode
 from segue.messages.weight_operations import (
     OPERATIONS,
     GetWeights,
@@ -48,6 +33,7 @@ from segue.messages.weight_operations import (
     UpdateFromDisk,
     WeightOperation,
 )
+from segue.messages.weight_update import WeightAnswer
 from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
@@ -56,8 +42,6 @@ from segue.server.responses import json_response, unless_gone, weight_error_resp
 from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
-
-VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
 
 
 _MEMORY = body_schema(MemoryRequest, required=False) | reply_schema(MemoryReply)
@@ -79,31 +63,6 @@ async def continue_generation(request: Request) -> Response:
     """Generate again; not paused: nothing happens."""
     await runtime_of(request).continue_generation()
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
-
-
-@routes.post("/pause", schema=query_schema(PauseQuery) | reply_schema(StatusReply))
-async def pause(request: Request) -> Response:
-    """As ``/pause_generation``, by vLLM's name and modes."""
-    runtime = runtime_of(request)
-    query = parse(PauseQuery, dict(request.query_params), coerces=True)
-    await runtime.pause_generation(VLLM_MODES[query.mode])
-    return json_response({"status": "paused"})
-
-
-@routes.post("/resume", schema=reply_schema(StatusReply))
-async def resume(request: Request) -> Response:
-    """As ``/continue_generation``, by vLLM's name."""
-    await runtime_of(request).continue_generation()
-    return json_response({"status": "resumed"})
-
-
-@routes.get("/is_paused", schema=reply_schema(PausedReply))
-async def is_paused(request: Request) -> Response:
-    """Whether a client has paused generation, and nothing runs any more."""
-    runtime = runtime_of(request)
-    if runtime.died.done():
-        raise runtime.died.result()
-    return json_response({"is_paused": runtime.manager.stats.counters.is_paused})
 
 
 @routes.post("/abort_request", schema=body_schema(AbortRequest, required=False))
@@ -143,37 +102,31 @@ async def resume_memory_occupation(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.resume_memory(body.memory)))
 
 
-@routes.post("/sleep", schema=query_schema(SleepQuery) | reply_schema(MemoryReply))
-async def sleep(request: Request) -> Response:
-    """As ``/release_memory_occupation``, by vLLM's name and levels."""
-    manager = runtime_of(request).manager
-    level = parse(SleepQuery, dict(request.query_params), coerces=True).level
-    tags, backup = memory_of_level(level, manager.ready.device)
-    return json_response(memory_reply(await manager.calls.release_memory(tags, backup=backup)))
+# --- profiles ---
 
 
-@routes.post("/wake_up", schema=query_schema(MemoryRequest) | reply_schema(MemoryReply))
-async def wake_up(request: Request) -> Response:
-    """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
-    manager = runtime_of(request).manager
-    query = parse(MemoryRequest, {"tags": request.query_params.getlist("tags")})
-    return json_response(memory_reply(await manager.calls.resume_memory(query.memory)))
-
-
-@routes.get("/is_sleeping", schema=reply_schema(SleepingReply))
-async def is_sleeping(request: Request) -> Response:
-    """Whether any memory is released."""
+@routes.post(
+    "/start_profile", schema=body_schema(ProfileRequest, required=False) | reply_schema(SuccessReply)
+)
+async def start_profile(request: Request) -> Response:
+    """Trace steps with torch's profiler, until ``/stop_profile`` or for so many steps."""
     runtime = runtime_of(request)
-    if runtime.died.done():
-        raise runtime.died.result()
-    return json_response({"is_sleeping": bool(runtime.manager.stats.counters.released)})
+    body = await read_json(request, partial(parse, ProfileRequest), partial(control, ProfileRequest))
+    await runtime.manager.calls.start_profile(
+        body.path(runtime.config.profile_dir),
+        body.activities or ["CPU", "GPU"],
+        num_steps=body.num_steps,
+        with_stack=bool(body.with_stack),
+        record_shapes=bool(body.record_shapes),
+    )
+    return json_response({"success": True, "message": "Steps are traced."})
 
 
-@routes.get("/server_info", schema=reply_schema(ServerInfo))
-@routes.get("/get_server_info", schema=reply_schema(ServerInfo))
-async def server_info(request: Request) -> Response:
-    """Options, version, what was decided at start, and the scheduler's state."""
-    return json_response(await engine_info.server_info(runtime_of(request)))
+@routes.post("/stop_profile", schema=reply_schema(TracesReply))
+async def stop_profile(request: Request) -> Response:
+    """Trace no more, and write a trace per rank; answers once they are written, with their paths."""
+    files = await runtime_of(request).manager.calls.stop_profile()
+    return json_response({"success": True, "message": "The traces are written.", "files": files})
 
 
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
@@ -187,13 +140,9 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         # Fields may come in the query as well as in the body. The operation's docstring becomes this one's.
-        runtime = runtime_of(request)
         check = partial(_checked, kind, dict(request.query_params))
         operation = await read_json(request, check, partial(control, kind))
-        await check_base64(operation)
-        work = runtime.manager.calls.ask_weights(operation, **limits(runtime.config, operation))
-        # Only its client wants a group to be met; every other operation goes on without its client.
-        answer = await (unless_gone(request, work) if kind is JoinGroup else work)
+        answer = await ask_weights(request, operation)
         reply = reply_of(kind, answer)
         if answer.success and kind is GetWeights:
             return json_response(reply["values"])
@@ -201,6 +150,19 @@ def _endpoint(kind: type[WeightOperation]) -> Endpoint:
 
     endpoint.__doc__ = kind.__doc__
     return endpoint
+
+
+async def ask_weights(request: Request, operation: WeightOperation) -> WeightAnswer:
+    """Have the workers perform an operation, within what the server's options allow; returns their answer.
+
+    Raises:
+        InvalidRequestError: a payload is not base64, or a path must not be read.
+    """
+    runtime = runtime_of(request)
+    await check_base64(operation)
+    work = runtime.manager.calls.ask_weights(operation, **limits(runtime.config, operation))
+    # Only its client wants a group to be met; every other operation goes on without its client.
+    return await (unless_gone(request, work) if isinstance(operation, JoinGroup) else work)
 
 
 def limits(config: EngineConfig, operation: WeightOperation) -> dict[str, Any]:
@@ -241,20 +203,6 @@ for _name, _kind in OPERATIONS.items():
         _reply = msgspec.defstruct(f"{_kind.__name__}Reply", list(_fields.items()))
         _given = reply_schema(list[Any] if _kind is GetWeights else _reply)
         weights.add(_method, f"/{_name}", _endpoint(_kind), schema={**_taken, **_given})
-
-
-@weights.get("/get_weight_version", schema=reply_schema(WeightVersionReply))
-@weights.get("/weight_version", schema=reply_schema(WeightVersionReply))
-async def weight_version(request: Request) -> Response:
-    """Return the name of the served weights."""
-    return json_response({"weight_version": runtime_of(request).manager.weights.version})
-
-
-@weights.get("/model_info", schema=reply_schema(ModelInfo))
-@weights.get("/get_model_info", schema=reply_schema(ModelInfo))
-async def model_info(request: Request) -> Response:
-    """Return what is served, and the name of the served weights."""
-    return json_response(engine_info.model_info(runtime_of(request)))
 
 
 routes += weights

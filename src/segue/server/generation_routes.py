@@ -17,7 +17,14 @@ from segue.api.openai.requests import (
     check_model,
 )
 from segue.api.schema import body_schema, reply_schema
-from segue.api.shapes import ChatReplyShape, CompletionReplyShape, GenerateReply, ModelCard, ModelList
+from segue.api.shapes import (
+    ChatReplyShape,
+    CompletionReplyShape,
+    GenerateReply,
+    ModelCard,
+    ModelList,
+    TokenGenerateReply,
+)
 from segue.api.token_generate import TokenGenerate
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
@@ -63,6 +70,8 @@ async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
 
 _CHAT = body_schema(ChatCompletionRequest) | reply_schema(ChatReplyShape, has_stream=True)
 _COMPLETION = body_schema(CompletionRequest) | reply_schema(CompletionReplyShape, has_stream=True)
+_CHAT_TOKENS = body_schema(ChatTokensRequest) | reply_schema(ChatReplyShape, has_stream=True)
+_TOKENS = body_schema(TokenGenerate) | reply_schema(TokenGenerateReply, has_stream=True)
 _GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[GenerateReply], has_stream=True)
 
 
@@ -72,7 +81,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     return await _answer(request, CHAT)
 
 
-@openai.post("/v1/chat/completions/tokens", schema=body_schema(ChatTokensRequest))
+@openai.post("/v1/chat/completions/tokens", schema=_CHAT_TOKENS)
 async def chat_completions_of_tokens(request: Request) -> ASGIApp:
     """Continue a conversation whose token ids are given."""
     return await _answer(request, CHAT_TOKENS)
@@ -84,7 +93,7 @@ async def completions(request: Request) -> ASGIApp:
     return await _answer(request, COMPLETION)
 
 
-@tokens.post("/inference/v1/generate", schema=body_schema(TokenGenerate))
+@tokens.post("/inference/v1/generate", schema=_TOKENS)
 async def generate_tokens(request: Request) -> ASGIApp:
     """Continue token ids by token ids, in vLLM's form."""
     return await _answer(request, TOKENS)
@@ -116,7 +125,7 @@ def _model_card(request: Request) -> dict[str, Any]:
         "id": runtime.name,
         "object": "model",
         "created": runtime.started_at,
-        "owned_by": "segue",
+        "owned_by": "segue" if runtime.config.compat == "none" else runtime.config.compat,
         "root": runtime.config.model or runtime.source.name,
         "max_model_len": runtime.manager.encoder.limits.max_seq_len,
     }

@@ -22,6 +22,7 @@ from segue.api import token_generate as tokens
 from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
+from segue.api.vllm import UpdateInfo
 from segue.errors import InvalidRequestError, SegueError, short_repr
 from segue.frontend.sampling_options import MAX_STOPS, check_num_entries
 from segue.frontend.tokenizer import ServedModel, check_prompt_len
@@ -46,6 +47,8 @@ RULES = {  # what fields that may be large are, in words
     "logit_bias": "an object of token ids and numbers",
     "stop_token_ids": "a list of token ids",
     "buckets": "a list of buckets",
+    "update_info": "an object of names, dtype_names and shapes",
+    "dtype_names": "a list of strings",
     "shapes": "a list of lists of sizes",
     "checksums": "an object of names and integers of 64 bits",
     **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
@@ -327,7 +330,13 @@ _TOKEN_PARAMS = Shape(
     large=_sampling(check_num_entries),
     refused=unsupported("token_sampling"),
 )
+_UPDATE_INFO = Shape(
+    model=UpdateInfo,
+    large={"names": _names, "dtype_names": _names, "shapes": _shapes},
+    refused=frozenset(("ipc_handles", "ipc_handles_pickled")),
+)
 _CONTROL: dict[str, Decode] = {
+    "update_info": lambda data: Decoded(decode_fields(data, _UPDATE_INFO)),
     "buckets": _all_buckets,
     "names": _names,
     "dtypes": _names,

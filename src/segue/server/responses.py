@@ -224,6 +224,11 @@ def error_response(error: SegueError, path: str, body: dict[str, Any] | None = N
     return kind(encode(body), error.status, HEADERS.get(error.status), "application/json")
 
 
+def native_error_response(error: SegueError, path: str) -> Response:
+    """Returns the answer to an error on a control route whose path looks like one of OpenAI's."""
+    return error_response(error, path, native_body(error))
+
+
 def weight_error_response(error: SegueError, path: str) -> Response:
     """Returns the answer to an error on a route of the weights, in the form of the route's replies.
 

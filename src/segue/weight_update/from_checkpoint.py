@@ -9,7 +9,7 @@ from typing import cast
 from segue.checkpoint import hub, model_files
 from segue.checkpoint.load import read_weights
 from segue.checkpoint.safetensors import BOUNCE_BYTES
-from segue.checkpoint.source import resolve
+from segue.checkpoint.source import resolve_weights
 from segue.config import LoadFormat
 from segue.errors import InvalidRequestError
 from segue.memory.arena import Arena
@@ -43,7 +43,7 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     """
     served, table = staged.served, staged.served.weight_map
     load_format = cast(LoadFormat, request.load_format or "auto")  # rank 0 has checked it
-    source = resolve(request.model_path, load_format, served.cache_dir)
+    source = resolve_weights(request.model_path, load_format, served.cache_dir, served.config)
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(

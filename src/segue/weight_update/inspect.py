@@ -1,4 +1,4 @@
-"""Values, checksums and snapshots of the served weights, by their checkpoint names.
+"""Values, checksums and snapshots of the served weights, by their checkpoint names, and their reset.
 
 A rank holds some boxes of each checkpoint tensor, in parameters that are fused from several tensors. A
 `Slice` of the weight map, here called a part, says which box of the tensor (`source`) lies in which box of
@@ -27,7 +27,7 @@ _DEFAULT_ROWS = 100  # `truncate_size`'s default: allowed even if these rows hav
 
 
 class Inspector:
-    """Answers `Inspect` commands, on the compute stream; keeps the last snapshot."""
+    """Executes `Inspect` commands, on the compute stream; keeps the last snapshot."""
 
     def __init__(self, served: ServedWeights) -> None:
         self._served = served
@@ -44,6 +44,9 @@ class Inspector:
             return self._values(request.name, request.truncate_size)
         if request.action == "checksum":
             return {"checksums": self._checksums()}
+        if request.action == "reset_tensors":
+            self._reset()
+            return {}
         if request.action == "snapshot":
             self._snapshot = {
                 name: self._served.arena.view(name).to("cpu", copy=True)
@@ -139,6 +142,18 @@ class Inspector:
                 for part in table.slices[name]
             )
         ]
+
+    def _reset(self) -> None:
+        """Make every value NaN, which no update sends, and which no step could compute with unnoticed.
+
+        Padding, which no update writes, stays zero.
+        """
+        arena = self._served.arena
+        for name in arena.layout.table:
+            arena.view(name).fill_(float("nan"))
+        for name, box in self._served.weight_map.padding.items():
+            arena.view(name)[box].zero_()
+        self._served.note_lost()
 
     def _view(self, part: Slice) -> Tensor:
         """Returns the served values of a part, in the shape of its box of the tensor."""

@@ -105,7 +105,7 @@ class WeightUpdater:
         self._spawn(command.call, wait)
 
     def _inspect(self, command: messages.Inspect) -> None:
-        """Read the weights between two steps, and reply there: an error would make later steps fail too.
+        """Read or reset the weights between two steps, and reply there: an error would fail later steps too.
 
         If an earlier step has failed, the stream runs nothing any more: then its error is the reply.
         """

@@ -37,7 +37,7 @@ class ServedWeights:
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging
     headroom: int = 0  # bytes of free device memory that the steps may still take
-    # Checkpoint names of tensors that have not been sent since the memory of the weights was released.
+    # Checkpoint names of tensors that have not been sent since the weights were released or reset.
     missing: set[str] = field(default_factory=set)
 
     @property
@@ -62,7 +62,7 @@ class ServedWeights:
                 found[part.parameter].add(name)
         return {parameter: frozenset(names) for parameter, names in found.items()}
 
-    def note_released(self) -> None:
+    def note_lost(self) -> None:
         """Note that the values of all weights are lost."""
         self.missing.update(*self.writers.values())
 

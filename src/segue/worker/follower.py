@@ -13,6 +13,7 @@ from segue.heartbeat import Turn
 from segue.messages.kv import BanWriters, ConnectPeer, DisconnectPeer, PreparePages, PushPages
 from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.memory import MapMemory, UnmapMemory
+from segue.messages.profile import BeginTrace, EndTrace
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
 from segue.worker.loop import OVERLAP_DEPTH
 from segue.worker.rank_life import RankLife
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # these need torch, which the loop does not
     from segue.model_runner.executor import ForwardOutput
     from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
+    from segue.worker.profiling import RankProfiler
     from segue.worker.released_memory import ReleasedMemory
 
 
@@ -33,6 +35,7 @@ def follow(
     turn: Turn,
     mover: Mover | None = None,
     memory: ReleasedMemory | None = None,
+    profiler: RankProfiler | None = None,
 ) -> None:
     """Run every plan in order, with at most ``OVERLAP_DEPTH`` steps in flight.
 
@@ -63,5 +66,8 @@ def follow(
             case UnmapMemory() | MapMemory():
                 assert memory is not None, "memory is released without --enable-memory-saver"
                 memory.handle(message)
+            case BeginTrace() | EndTrace():
+                assert profiler is not None, "a profile was asked for without --profile-dir"
+                profiler.handle(message)
             case _:
                 updater.handle(message)

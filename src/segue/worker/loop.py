@@ -38,6 +38,7 @@ from segue.messages.kv import PagesPrepared, PushEnded, RankJoined, WritersGone
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
 from segue.messages.memory import MemoryMoved, ReleaseMemory, ResumeMemory
+from segue.messages.profile import StartProfile, StopProfile, Traced
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
 from segue.messages.weight_update import WeightCall, WithdrawCall
@@ -46,6 +47,7 @@ from segue.scheduler.invariants import find_problems
 from segue.scheduler.load import load_of
 from segue.scheduler.scheduler import Scheduler
 from segue.weight_update.control.calls import WeightControl
+from segue.worker.profiling import ProfileControl
 from segue.worker.rank_life import RankLife
 from segue.worker.throughput import Throughput
 from segue.worker.warm_kv import WarmKV
@@ -57,6 +59,7 @@ if TYPE_CHECKING:  # these need torch, which the loop does not
     from segue.model_runner.runner import ModelRunner
     from segue.weight_update.rank import WeightUpdater
     from segue.worker.kv_links import KVLinks
+    from segue.worker.profiling import RankProfiler
     from segue.worker.released_memory import ReleasedMemory
 
 
@@ -85,6 +88,7 @@ class SchedulerLoop:
     )
     mover: Mover | None = None  # of this rank's KV
     memory: ReleasedMemory | None = None  # of this rank; None: without --enable-memory-saver
+    profiler: RankProfiler | None = None  # of this rank; None: without --profile-dir
     warm: WarmKV | None = None  # None: without --warm-kv
     generations: Generations | None = None  # of weights that engines share; None: they are this engine's own
     overlap: bool  # whether a step is planned and launched before the previous step's result is read
@@ -96,6 +100,7 @@ class SchedulerLoop:
         """Prepare what the loop keeps from turn to turn."""
         self._life = RankLife(self.runner, self._answer_life)
         self._weights = WeightControl(self.scheduler.weights, 1 + len(self.followers))
+        self._profiles = ProfileControl(1 + len(self.followers))
         if (served := self.generations) is not None:
             self._weights.machine.start_with(served.number, served.name, served.version, served.model_path)
         self._early_events: deque[RankEvent] = deque()  # read while the ranks' drain was awaited
@@ -150,6 +155,7 @@ class SchedulerLoop:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
         self._throughput.add(len(output.tokens), time.monotonic())
+        self._profiles.on_step()
         self._write_journal()  # before the reply: nobody adopts what has failed if this engine dies now
         self._send(output)
         self._advance()
@@ -193,6 +199,7 @@ class SchedulerLoop:
         """
         self._advance_pause()
         self._advance_memory()
+        self._advance_profile()
         self._advance_role()
         self._advance_handover()
         answers, commands = self._weights.advance(time.monotonic())
@@ -214,6 +221,16 @@ class SchedulerLoop:
             self._send_each(others)
             assert self.memory is not None
             self.memory.handle(own)
+
+    def _advance_profile(self) -> None:
+        """Send the answers of calls that begin or end a profile, and their commands."""
+        answers, commands = self._profiles.take()
+        for answer in answers:
+            self._send(answer)
+        for own, *others in commands:
+            self._send_each(others)
+            assert self.profiler is not None, "a profile was asked for without --profile-dir"
+            self.profiler.handle(own)
 
     def _send_each(self, commands: Sequence[RankMessage]) -> None:
         """Send each of the other ranks its own command."""
@@ -324,6 +341,8 @@ class SchedulerLoop:
                 self.kv_links.on_event(event, now)
             case MemoryMoved():
                 self.scheduler.standby.on_rank(event, now)
+            case Traced():
+                self._profiles.on_rank(event, now)
             case RankAnswer():
                 self._answer_life(event)
             case Drained() | RankJoined():
@@ -374,6 +393,10 @@ class SchedulerLoop:
                 self.scheduler.roles.set(message, time.monotonic())
             case ReleaseMemory() | ResumeMemory():
                 self.scheduler.standby.request(message)
+            case StartProfile():
+                self._profiles.start(message)
+            case StopProfile():
+                self._profiles.stop(message)
             case GetLoad():
                 refused = {} if self.kv_links is None else self.kv_links.refused(time.monotonic())
                 self._send(load_of(self.scheduler, message.call, refused))

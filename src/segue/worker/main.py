@@ -39,6 +39,7 @@ from segue.worker.follower import follow
 from segue.worker.kv_links import KVLinks, make_hello
 from segue.worker.kv_mover import make_mover
 from segue.worker.loop import SchedulerLoop
+from segue.worker.profiling import RankProfiler
 from segue.worker.released_memory import ReleasedMemory
 from segue.worker.warm_kv import make_warm_kv
 
@@ -109,6 +110,7 @@ def run_scheduler(
                 kv_links=links,
                 mover=mover,
                 memory=_released_memory(runner, served, sender),
+                profiler=None if config.profile_dir is None else RankProfiler(runner, sender.send),
                 warm=make_warm_kv(scheduler, runner) if config.warm_kv else None,
                 generations=runner.memory.generations,
                 overlap=not config.disable_overlap,
@@ -243,7 +245,8 @@ def _run_follower(
             mover, rank_address = make_mover(config, runner, run_dir, sender.send)
             sender.send(RankJoined(rank=tp.rank, address=rank_address))
         memory = _released_memory(runner, served, sender)
-        follow(runner, updater, messages, sender.send, turn, mover, memory)
+        profiler = None if config.profile_dir is None else RankProfiler(runner, sender.send)
+        follow(runner, updater, messages, sender.send, turn, mover, memory, profiler)
 
 
 def _tell_change(sender: EventSender, number: int, version: str, model_path: str | None) -> None:

@@ -80,7 +80,7 @@ class ReleasedMemory:
         if self._on_cpu:
             self._model.drop_packed()  # as large as the weights
         if not has_backup:
-            self._served.note_released()
+            self._served.note_lost()
 
     def _map(self, command: MapMemory) -> int:
         is_restored = "weights" in command.tags and self._memory.has_backup("weights")

@@ -79,6 +79,7 @@ class Engine:
         self.touched: set[int] = {0, 1}  # ranks whose commit writes served weights
         self.dropped: list[str] = []  # groups that the ranks found dead
         self.arrives = True  # whether a receive has all tensors at once
+        self.fields: dict[type, dict[str, Any]] = {}  # more fields of the replies, by kind of command
 
     def ask(self, request: WeightOperation) -> int:
         self.calls += 1
@@ -128,6 +129,7 @@ class Engine:
             fields = {"is_new": True, "dropped": self.dropped}
         if isinstance(command, Inspect):
             fields = {"checksums": {"a": 1 + rank}}
+        fields |= self.fields.get(type(command), {})
         self.weights.on_rank(RankReply(rank=rank, call=command.call, errors=errors, fields=fields), self.now)
         if isinstance(command, Receive) and self.arrives:
             self.receive(rank, 2, done=True)
@@ -925,3 +927,64 @@ def test_a_group_that_was_joined_although_its_client_has_gone_is_kept(engine: En
     engine.tick(0.0)
     assert "h" in engine.weights.groups.joined
     assert engine.reply(other("h")).success
+
+
+# --- resets ---
+
+RESET = CheckWeights(action="reset_tensors")
+
+
+def test_weights_are_reset_when_nothing_runs_and_requests_wait_for_all_of_them(engine: Engine) -> None:
+    engine.sim.add("a", [1, 2, 3], max_new_tokens=5)
+    engine.sim.launch()
+    call = engine.ask(RESET)
+    assert engine.kinds() == [], "a step is in flight"
+    assert "being reset" in engine.reply(prepare()).message
+    twice = engine.ask(RESET)
+    engine.sim.apply()
+    engine.go()
+    assert engine.kinds() == ["Inspect"], "both calls are one reset"
+    assert engine.answer(call).success and engine.answer(twice).success
+    scheduler = engine.scheduler
+    assert not scheduler.running and scheduler.plan(engine.now) is None
+    assert "overwritten" in str(scheduler.weights.missing) and not scheduler.weights.is_updating
+
+    def let_go() -> bool:
+        scheduler.standby.advance()
+        return not scheduler.control.holders
+
+    assert not let_go()
+    engine.fields[Commit] = {"num_missing": 2, "missing": "b"}
+    assert engine.reply(single(PART)).success and not let_go()
+    assert "2, such as 'b'" in str(scheduler.weights.missing)
+    del engine.fields[Commit]
+    assert engine.reply(single(PART)).success and let_go()
+    assert scheduler.weights.missing is None
+    engine.sim.run()
+
+
+def test_a_rank_that_fails_at_a_reset_leaves_the_weights_unknown(engine: Engine) -> None:
+    engine.broken[1, Inspect] = ["no"]
+    answer = engine.reply(RESET)
+    assert not answer.success and "rank 1: no" in answer.message
+    assert engine.scheduler.weights.missing and engine.scheduler.control.holders
+    engine.broken.clear()
+    assert engine.reply(RESET).success, "it can be asked for again"
+
+
+def test_no_reset_during_an_update_nor_of_shared_weights(engine: Engine) -> None:
+    assert engine.reply(BeginUpdate()).success
+    assert "is open" in engine.reply(RESET).message
+    assert engine.reply(EndUpdate()).success
+    engine.scheduler.weights.shares_weights = True
+    assert "--gms-dir" in engine.reply(RESET).message
+    assert engine.scheduler.weights.missing is None and engine.kinds() == []
+
+
+def test_the_end_of_a_group_of_calls_names_the_version(engine: Engine) -> None:
+    engine.reply(BeginUpdate())
+    refused = engine.reply(EndUpdate(weight_version="x"))
+    assert not refused.success and "/update_weight_version" in refused.message
+    engine.reply(BeginUpdate())
+    assert engine.reply(single(PART, weight_version="in the call")).success
+    assert engine.reply(EndUpdate(weight_version="at the end")).fields["weight_version"] == "at the end"

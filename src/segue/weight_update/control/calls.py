@@ -36,6 +36,10 @@ from segue.weight_update.control.session import (
 from segue.weight_update.control.state_machine import WeightMachine
 
 _MASK = (1 << 64) - 1
+RESET = (
+    "every value was overwritten by /weights_checker: send all of them, or load them with "
+    "/update_weights_from_disk"
+)
 
 
 class WeightControl:
@@ -52,6 +56,8 @@ class WeightControl:
         self.machine = WeightMachine(port, self._outbox)
         self.groups = TrainerGroups(self._outbox, self.machine)
         self.following = FollowMachine(port, self._outbox, self.machine)
+        self._resets: list[int] = []  # calls that reset the weights, without an answer
+        self._is_resetting = False  # whether the ranks were told to
         self._handlers: dict[type[operations.Operation], Callable[[WeightCall, Any, float], None]] = {
             operations.JoinGroup: self.groups.join,
             operations.LeaveGroup: self.groups.leave,
@@ -67,7 +73,7 @@ class WeightControl:
             operations.EndUpdate: self._end_group,
             operations.SetVersion: self._set_version,
             operations.GetWeights: self._inspect,
-            operations.CheckWeights: self._inspect,
+            operations.CheckWeights: self._check,
         }
 
     def request(self, message: WeightCall, now: float) -> None:
@@ -107,6 +113,8 @@ class WeightControl:
             are in the order of sending.
         """
         self.groups.advance(now)
+        if self._resets and not self._is_resetting and self._port.stands_still:
+            self._reset()
         self.machine.advance(now)
         self.following.advance(now)
         return self._outbox.take()
@@ -268,8 +276,12 @@ class WeightControl:
             raise Refusal(f"a call of this update is still {state}; end it when that is answered")
         if session.is_empty:
             self.machine.close(session)
+            if request.weight_version is not None:
+                text = f"nothing was sent, so nothing is called {request.weight_version!r}"
+                raise Refusal(f"{text}; /update_weight_version renames the weights as they are")
             self._outbox.answer([asked.call], True, "Nothing was sent; the weights are as they were.")
         else:
+            session.weight_version = request.weight_version or session.weight_version
             session.ending.append(asked.call)
             self.machine.commit(session, now)
 
@@ -283,6 +295,8 @@ class WeightControl:
             return f"session {session.id!r} is open ({self.machine.state}); {way} first"
         if self._port.unavailable is not None:
             return self._port.unavailable
+        if self._resets:
+            return "the weights are being reset; retry when that is answered"
         if self.following.is_busy:
             return "another engine of the cohort has changed the weights, and this one takes them over; retry"
         if error is not None:
@@ -341,6 +355,35 @@ class WeightControl:
             self._outbox.answer([asked.call], not differing, text, **fields)
 
         self._outbox.command(Inspect(request=request), then=inspected)
+
+    def _check(self, asked: WeightCall, request: operations.CheckWeights, now: float) -> None:
+        """Inspect the weights, or note that they are to be reset, which :meth:`advance` does once it can."""
+        if request.action != "reset_tensors":
+            self._inspect(asked, request, now)
+            return
+        if self._port.shares_weights:
+            raise Refusal("other engines may serve these weights too (--gms-dir), so they cannot be reset")
+        if not self._resets:
+            if refusal := self._refusal(None, is_partial=False):
+                raise Refusal(refusal)
+            self._port.is_updating = True
+            self._port.missing = RESET  # from now on, so that the hold stays until they are there again
+            self._port.hold_until_whole()
+            self._outbox.send(self.machine.notice())
+        self._resets.append(asked.call)
+
+    def _reset(self) -> None:
+        """Have every rank overwrite its weights; if one fails, they count as reset all the same."""
+
+        def on_reset(replies: list[RankReply], wrong: str, now: float) -> None:
+            calls, self._resets, self._is_resetting = self._resets, [], False
+            self._port.is_updating = False
+            text = wrong or f"The weights were reset, and requests wait: {RESET}."
+            self._outbox.answer(calls, not wrong, text)
+
+        self._is_resetting = True
+        request = operations.CheckWeights(action="reset_tensors")
+        self._outbox.command(Inspect(request=request), then=on_reset)
 
 
 def _not_open(session_id: str | None) -> str:

@@ -11,7 +11,7 @@ from segue.messages.requests import Finished
 class Port(Protocol):
     """The part of the scheduler that a weight update may read and change."""
 
-    missing: str | None  # what is missing of weights whose memory was released; None: nothing
+    missing: str | None  # what is missing of weights that were released or reset; None: nothing
     unavailable: str | None  # why the weights' memory may not be read or written now; None: it may
     poisoned: str | None  # why the weights are poisoned and every new request is refused; None: they are not
     weight_version: str  # the name of the served weights
@@ -32,6 +32,9 @@ class Port(Protocol):
 
     def release(self) -> None:
         """End the hold."""
+
+    def hold_until_whole(self) -> None:
+        """Stop the planning of steps until nothing is :attr:`missing`; requests give their KV back."""
 
     def version_after(self, version: str | None) -> str:
         """Returns what :meth:`commit` will call the weights."""

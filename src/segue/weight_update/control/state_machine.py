@@ -452,12 +452,12 @@ def _staging(replies: list[RankReply]) -> dict[str, Any]:
 
 
 def _missing(replies: list[RankReply]) -> str | None:
-    """Return what is still to be sent after the weights' memory was released; None: nothing."""
+    """Return what is still to be sent after the weights were released or reset; None: nothing."""
     fields = max((reply.fields for reply in replies), key=lambda fields: fields.get("num_missing", 0))
     if not (count := fields.get("num_missing", 0)):
         return None
     first = f"such as {fields['missing']!r}"
-    return f"tensors that have not been sent since their memory was released: {count}, {first}"
+    return f"tensors that have not been sent since they were released or reset: {count}, {first}"
 
 
 def _wrong_format(request: UpdateFromDisk | UpdateFromTensor) -> str:
