@@ -37,9 +37,7 @@ class RouterProgram:
     environment: str
     module: str
     flags: tuple[str, ...]
-    loads: (
-        Callable[[Any], Mapping[str, int]] | None
-    )  # reads its `/get_loads`; None: it cannot read Segue's loads
+    loads: Callable[[Any], Mapping[str, int]] | None  # reads its `/get_loads`; None: it cannot read Segue's loads
     tokens: bool  # whether it passes token ids on: `/inference/v1/generate`, and prompts of `/v1/completions`
     native_seeds: bool = True  # whether it passes `sampling_seed` of `/generate` on, and does not drop it
 
@@ -87,12 +85,7 @@ def running(program: RouterProgram, engines: Sequence[str], log: Path) -> Iterat
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [str(interpreter(program.environment)), "-m", program.module, "--worker-urls", *engines]
     command += ["--host", "127.0.0.1", "--port", str(port), *program.flags]
-    command += [
-        "--prometheus-host",
-        "127.0.0.1",
-        "--prometheus-port",
-        str(free_port()),
-    ]  # else 29000 everywhere
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]  # else 29000 everywhere
     with log.open("w") as file, start_child(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
             until_healthy(url, len(engines), process)

@@ -12,6 +12,7 @@ import pytest
 
 import segue
 from segue.errors import InvalidRequestError
+from segue.frontend import handing_over
 from segue.server.app import create_app
 from tests.e2e.pair import OPTIONS, PAGE_SIZE, Pair, greedy, ids
 
@@ -69,6 +70,35 @@ def test_the_same_prompt_again(pair: Pair) -> None:
     for _ in range(3):
         pair.compare(input_ids=ids(32, seed=8), sampling_params=greedy())
         assert pair.num_adopted == 1
+
+
+def test_a_salt_is_that_of_both_engines(pair: Pair) -> None:
+    prompt = ids(32, seed=9)
+    for salt, found in (("one", 0), ("other", 0), ("one", 28), (None, 0)):
+        decoded = pair.compare(input_ids=prompt, sampling_params=greedy(), cache_salt=salt)
+        assert pair.num_adopted == 1 and decoded["meta_info"]["cached_tokens"] == found
+
+
+def test_log_probabilities_that_are_too_large_are_computed_by_both_engines(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores: dict[str, Any] = {"logprob_start_len": 0, "top_logprobs_num": 2}
+    call = {"input_ids": ids(30, seed=11), "sampling_params": greedy()} | scores
+    for most, num_adopted in ((30 * 46, 1), (30 * 46 - 1, 0)):  # bytes of 30 tokens, two alternatives each
+        monkeypatch.setattr(handing_over, "MOST_LOGPROB_BYTES", most)
+        pair.compare(**call)
+        assert pair.num_adopted == num_adopted
+
+
+def test_both_engines_compute_a_prompt_without_output(pair: Pair) -> None:
+    scores: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    call = {"input_ids": ids(30, seed=10), "sampling_params": {"max_new_tokens": 0}} | scores
+    pair.compare(**call)
+    assert pair.num_adopted == 0
+    first, second = pair.split(**call)
+    for name in ("input_token_logprobs", "input_top_logprobs", "finish_reason"):
+        assert first["meta_info"][name] == second["meta_info"][name]
+    assert first["output_ids"] == [] and len(first["meta_info"]["input_top_logprobs"]) == 30
 
 
 @pytest.mark.parametrize("start", [-1, 0, 5])

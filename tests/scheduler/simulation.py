@@ -288,6 +288,7 @@ class Simulation:
         assert num_covered == max(0, finished.num_tokens - num_known)
         assert finished.cached_tokens <= finished.prompt_tokens == len(self.prompts[rid])
         first = self.params[rid].prompt_logprobs_start
-        has_run = len(self.outputs[rid]) > num_known or not self.params[rid].max_new_tokens
+        is_scored = finished.reason == "length" and not self.params[rid].max_new_tokens
+        has_run = len(self.outputs[rid]) > num_known or is_scored
         if first >= 0 and finished.reason in ("length", "stop") and has_run:
             assert self.prompt_logprobs[rid] == self.prompts[rid][max(1, first) :]

@@ -121,13 +121,16 @@ def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("abort", [{"rid": "one"}, {"abort_all": True}])
+@pytest.mark.parametrize(
+    "abort",
+    [{"rid": "one", "aborted_message": "enough"}, {"abort_all": True, "abort_message": "enough"}],
+)
 def test_an_aborted_stream_gets_its_last_chunk(slow: LiveServer, abort: dict[str, Any]) -> None:
     body = {"text": "abc", "rid": "one", "stream": True, "sampling_params": LONG}
     with slow.client.stream("POST", "/generate", json=body) as response:
         events = parse_events(response.iter_lines())
         next(events)
-        slow.client.post("/abort_request", json=abort | {"aborted_message": "enough"})
+        slow.client.post("/abort_request", json=abort)
         *_, last, done = events
     assert last["meta_info"]["finish_reason"] == {"type": "abort", "message": "enough"}
     assert 0 < last["meta_info"]["completion_tokens"] < 400

@@ -65,6 +65,7 @@ def test_unknown_fields_are_ignored(api: Api) -> None:
         ({"text": "a", "sampling_params": {"n": 2}}, "n=2"),
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "return_routed_experts": True}, "return_routed_experts"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a" * 600}, "maximum context length"),
         ([], "JSON object"),

@@ -55,6 +55,15 @@ def test_another_decode_engine_goes_on_with_a_pair_s_stream(fleet: Fleet) -> Non
     check_each_cut(told, lambda **more: leg_of(path, body, **more), fleet.two, stream)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_without_output_needs_no_decoding_either(fleet: Fleet, streamed: bool) -> None:
+    case = native(return_logprob=True, logprob_start_len=0, sampling_params={"max_new_tokens": 0}, rid="mine")
+    path, body = in_stream(case) if streamed else in_whole(case)
+    told, found = frames(fleet.two, leg_of(path, body)), fleet.pair(path, body)
+    look = (lambda data: stream(payload(data))) if streamed else whole_body
+    assert look(found) == look(told) and b'"mine"' in payload(found)
+
+
 def test_one_token_needs_no_decoding(fleet: Fleet) -> None:
     path, body = in_stream(openai(CHAT, max_tokens=1, **USAGE))
     told = fleet.pair(path, body)

@@ -179,9 +179,9 @@ def without_nothing(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _is_one_of(value: Any, values: Collection[Any]) -> bool:
-    """Whether a value of JSON equals one of ``values``; 1 and 1.0 are equal, and 1 and true are not."""
-    is_boolean = isinstance(value, bool)
-    return any(value == each and is_boolean is isinstance(each, bool) for each in values)
+    """Whether a value of JSON is one of ``values``, of the same type; an integer may stand for a float."""
+    kinds = (int, float) if type(value) is int else (type(value),)
+    return any(type(each) in kinds and value == each for each in values)
 
 
 def _unsupported(name: str, value: Any, values: tuple[Any, ...]) -> UnsupportedFieldError:

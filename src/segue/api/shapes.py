@@ -71,7 +71,7 @@ class UsageShape(Struct):
     prompt_tokens_details: CachedTokens
 
 
-class LikelyToken(Struct):
+class LikelyToken(Struct, kw_only=True):
     """A token with its log-probability."""
 
     token: str
@@ -79,7 +79,7 @@ class LikelyToken(Struct):
     bytes: list[int] | None = None  # absent where tokens are ids
 
 
-class ChatLogprob(LikelyToken):
+class ChatLogprob(LikelyToken, kw_only=True):
     """A token of a chat's reply, and the likeliest others at its place."""
 
     top_logprobs: list[LikelyToken]

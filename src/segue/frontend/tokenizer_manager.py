@@ -22,6 +22,7 @@ from segue.errors import (
 from segue.failover.life import Life
 from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
+from segue.frontend.handing_over import goes_on_elsewhere
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import DEFAULT_MAX_LOGPROBS, RequestLimits
@@ -149,10 +150,11 @@ class TokenizerManager:
             for number, (request, (ids, params), handoff) in enumerate(parts):
                 if self._life.error is not None:
                     raise self._life.error
-                if params.max_new_tokens == 0:  # nothing goes on elsewhere: each engine computes the prompt
+                if not goes_on_elsewhere(params, len(ids)):
                     handoff = None
-                elif self.role == "prefill" and request.bootstrap is not None and handoff is None:
-                    params = structs.replace(params, max_new_tokens=1)  # a warm-up: nobody takes it over
+                is_shared = request.bootstrap is not None or request.handoff is not None
+                if self.role == "prefill" and is_shared and handoff is None:  # nobody takes it over
+                    params = structs.replace(params, max_new_tokens=min(1, params.max_new_tokens))
                 state = RequestState(request, ids, params, self.table, created, generation.changed, batch_id)
                 if request.outputs or request.output_end is not None:
                     state.prime(request.outputs, request.output_logprobs, request.output_end)

@@ -28,6 +28,8 @@ from segue.server.responses import json_response, reply_response
 from segue.server.running import runtime_of
 
 routes = Routes(Access.USER, "Tokens")
+_CHAT = body_schema(ChatCompletionRequest) | reply_schema(RenderedPrompt)
+_COMPLETION = body_schema(CompletionRequest) | reply_schema(list[RenderedPrompt])
 
 
 @routes.post("/tokenize", schema=body_schema(TokenizeBody) | reply_schema(TokenizeReply))
@@ -47,18 +49,14 @@ async def detokenize_ids(request: Request) -> Response:
     return json_response(await detokenize(body, runtime_of(request).served_model))
 
 
-@routes.post(
-    "/v1/chat/completions/render", schema=body_schema(ChatCompletionRequest) | reply_schema(RenderedPrompt)
-)
+@routes.post("/v1/chat/completions/render", schema=_CHAT)
 async def render_chat(request: Request) -> Response:
     """What a conversation is generated from: token ids and sampling parameters."""
     (reply,) = rendered = await _render(request, CHAT)
     return await _reply(request, reply, rendered)
 
 
-@routes.post(
-    "/v1/completions/render", schema=body_schema(CompletionRequest) | reply_schema(list[RenderedPrompt])
-)
+@routes.post("/v1/completions/render", schema=_COMPLETION)
 async def render_completion(request: Request) -> Response:
     """What a text, or several, are generated from: token ids and sampling parameters."""
     rendered = await _render(request, COMPLETION)

@@ -33,6 +33,8 @@ from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
 weights = Routes(Access.ADMIN, "Control", weight_error_response, WeightError)
+_ABORT = body_schema(AbortRequests, required=False) | reply_schema(AbortedReply)
+_FINISH = body_schema(FinishUpdate, required=False) | reply_schema(UpdateReply)
 
 
 @routes.post("/pause", schema=query_schema(PauseQuery) | reply_schema(StatusReply))
@@ -64,9 +66,7 @@ async def is_paused(request: Request) -> Response:
     return json_response({"is_paused": runtime.manager.stats.counters.is_paused})
 
 
-@routes.post(
-    "/abort_requests", schema=body_schema(AbortRequests, required=False) | reply_schema(AbortedReply)
-)
+@routes.post("/abort_requests", schema=_ABORT)
 async def abort_requests(request: Request) -> Response:
     """End the requests of these ids, or all; unknown ids do nothing. ``aborted`` counts those in flight."""
     manager = runtime_of(request).manager
@@ -136,9 +136,7 @@ async def update_weights(request: Request) -> Response:
     return await _update(request, (await _body(request, UpdateWeights)).operation())
 
 
-@weights.post(
-    "/finish_weight_update", schema=body_schema(FinishUpdate, required=False) | reply_schema(UpdateReply)
-)
+@weights.post("/finish_weight_update", schema=_FINISH)
 async def finish_weight_update(request: Request) -> Response:
     """As ``/end_weight_update``, by vLLM's name."""
     return await _update(request, (await _body(request, FinishUpdate)).operation())
