@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
 from bench import launch, report
 from bench.client import StreamingRequest, clock
@@ -33,7 +32,8 @@ from segue.config import default_cache_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR_US = 40.0
-STEP_S = 0.03
+STEP_S = 0.05
+DEADLINE_S = 120.0
 NUM_WORDS = 110  # of a prompt: about 128 tokens
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 MIN_EVENTS = 0.9  # per token; special tokens of a repeated prompt have no text, and so no event
@@ -82,12 +82,14 @@ async def stream_all(port: int, route: StreamedRoute, streams: int, tokens: int,
 
     Raises:
         RuntimeError: a reply is not complete.
+        TimeoutError: a reply has not ended within ``DEADLINE_S``.
     """
     rng, loop = random.Random(seed), asyncio.get_running_loop()
     requests = [StreamingRequest(payload(route, tokens, rng), clock(), tokens) for _ in range(streams)]
     connecting = (loop.create_connection(lambda each=each: each, "127.0.0.1", port) for each in requests)
-    await asyncio.gather(*connecting)
-    await asyncio.gather(*(each.ended.wait() for each in requests))
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*connecting)
+        await asyncio.gather(*(each.ended.wait() for each in requests))
     events = 0
     for each in requests:
         raw = b"".join(data for _, data in each.pieces)
@@ -104,7 +106,7 @@ def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     def cost(route: StreamedRoute, tokens: int, seed: int) -> tuple[float, int]:
         """Return the CPU seconds of one round, and its events."""
         before = cpu_s(pid)
-        events = uvloop.run(stream_all(port, route, args.streams, tokens, seed))
+        events = asyncio.run(stream_all(port, route, args.streams, tokens, seed))
         return cpu_s(pid) - before, events
 
     found: dict[str, Any] = {}

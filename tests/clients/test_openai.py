@@ -16,7 +16,7 @@ from tests.e2e.served import MODEL, Served, serve
 
 PROGRAMS = Path(__file__).with_name("programs")
 KEY = "a-key"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,6 @@ def test_a_client_gets_what_it_expects(
 ) -> None:
     python = client_python("openai")
     command = [str(python), str(PROGRAMS / f"{program}.py"), served.url, MODEL, KEY]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert result.stdout.endswith("all done\n")

@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 STAND_INS = Path(__file__).with_name("stand_ins")
 MODEL = "small"
 STREAMS = 64
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 ClientPython = Callable[[str], Path]
 
 
@@ -38,7 +38,7 @@ def served(model: Path) -> Iterator[Served]:
 
 def run(python: Path, program: str, *arguments: object, **env: str) -> None:
     command = [str(python), str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ | env)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | env)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert result.stdout.endswith("all done\n")
 
