@@ -10,6 +10,19 @@ import msgspec
 
 from segue.version import __version__
 
+ERRORS = {  # by status, for the description
+    400: "A wrong value, or a field that is not supported",
+    401: "No key, or a wrong one",
+    403: "For another host, or from a web page of another origin",
+    404: "No such model",
+    408: "The request did not arrive in time",
+    409: "Not possible in the present state",
+    413: "The body is too large",
+    415: "The body is not declared as JSON",
+    503: "The server cannot serve now: it is starting, full, paused, draining, or its engine has failed",
+}
+_DONE = "Done"
+_JSON = "application/json"
 _CDN = "https://cdn.jsdelivr.net/npm"
 _SWAGGER = """<!doctype html><title>{title}</title>
 <link rel="stylesheet" href="{cdn}/swagger-ui-dist@5/swagger-ui.css"><div id="page"></div>
@@ -21,7 +34,7 @@ _REDOC = """<!doctype html><title>{title}</title><redoc spec-url="openapi.json">
 
 def body_schema(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, Any]:
     """The part of a route's description that says what its body is."""
-    content = {"application/json": {"schema": _schema(kind)}}
+    content = {_JSON: {"schema": _schema(kind)}}
     return {"requestBody": {"required": required, "content": content}}
 
 
@@ -36,31 +49,69 @@ def query_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"parameters": parameters}
 
 
-def reply_schema(fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The part of a route's description that says what its reply is: fields, by examples; None: a list."""
-    kinds = {str: "string", bool: "boolean", int: "integer"}
-    schema: dict[str, Any] = {"type": "array"}
-    if fields is not None:
-        properties = {name: {"type": kinds[type(value)]} for name, value in fields.items()}
-        schema = {"type": "object", "properties": properties, "required": list(properties)}
-    content = {"application/json": {"schema": schema}}
-    return {"responses": {"200": {"description": "Done", "content": content}}}
+def reply_schema(kind: Any, *, has_stream: bool = False) -> dict[str, Any]:
+    """The part of a route's description that says what its reply is.
+
+    Args:
+        kind: a struct, or another type that msgspec can describe.
+        has_stream: the reply may also be a stream of events, whose data is JSON.
+    """
+    content = {_JSON: {"schema": _schema(kind)}}
+    if has_stream:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return _responses({200: content})
+
+
+def text_schema(media_type: str, *statuses: int) -> dict[str, Any]:
+    """The part of a route's description that says with which statuses it answers a text of ``media_type``.
+
+    Where an error's status is one of them, it may have the form of an error as well.
+    """
+    return _responses({status: {media_type: {"schema": {"type": "string"}}} for status in statuses or (200,)})
+
+
+def with_errors(described: Mapping[str, Any], form: type[msgspec.Struct], statuses: Iterable[int]) -> Any:
+    """Returns a route's description with the errors that it may answer, each in the form of ``form``."""
+    responses = {"200": {"description": _DONE}, **described.get("responses", {})}
+    for status in statuses:
+        name = str(status)
+        if name in responses:  # a text, or the error
+            content = responses[name]["content"] | _content_of(form)
+            responses[name] = responses[name] | {"content": content}
+        else:
+            responses[name] = {"$ref": f"#/components/responses/{form.__name__}{status}"}
+    return {**described, "responses": dict(sorted(responses.items()))}
 
 
 def openapi(
-    title: str, routes: Iterable[tuple[str, str, dict[str, Any]]], root_path: str = ""
+    title: str,
+    routes: Iterable[tuple[str, str, dict[str, Any]]],
+    error_forms: Iterable[type[msgspec.Struct]] = (),
+    root_path: str = "",
 ) -> dict[str, Any]:
     """The document that describes routes, each given as its path, its method and its description.
 
-    ``root_path`` is what stands before each path for clients, because of a proxy.
+    ``error_forms`` are the structs that :func:`with_errors` was given. ``root_path`` is what stands before
+    each path for clients, because of a proxy.
     """
     paths: dict[str, dict[str, Any]] = {}
     for path, method, described in routes:
         operation_id = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
-        operation = {"operationId": operation_id, "responses": {"200": {"description": "Done"}}}
+        operation = {"operationId": operation_id, "responses": {"200": {"description": _DONE}}}
         paths.setdefault(path, {})[method.lower()] = operation | described
-    servers = {"servers": [{"url": root_path}]} if root_path else {}
-    return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, **servers, "paths": paths}
+    document = {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths}
+    if root_path:
+        document["servers"] = [{"url": root_path}]
+    forms = list(error_forms)
+    if not forms:
+        return document
+    responses = {
+        f"{form.__name__}{status}": {"description": text, "content": _content_of(form)}
+        for form in forms
+        for status, text in ERRORS.items()
+    }
+    schemas = {form.__name__: _schema(form) for form in forms}
+    return document | {"components": {"schemas": schemas, "responses": responses}}
 
 
 def swagger_page(title: str) -> str:
@@ -73,8 +124,23 @@ def redoc_page(title: str) -> str:
     return _REDOC.format(title=title, cdn=_CDN)
 
 
-def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """A struct's JSON schema, with each definition where it is used; our structs do not recurse."""
+def _responses(contents: Mapping[int, Any]) -> dict[str, Any]:
+    """A route's replies, by status."""
+    return {
+        "responses": {
+            str(status): {"description": ERRORS.get(status, _DONE), "content": content}
+            for status, content in contents.items()
+        }
+    }
+
+
+def _content_of(form: type[msgspec.Struct]) -> dict[str, Any]:
+    """The content of an error; its schema is one of the document's components."""
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{form.__name__}"}}}
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """A type's JSON schema, with each definition where it is used; our structs do not recurse."""
     (schema,), definitions = msgspec.json.schema_components([kind])
 
     def resolve(node: Any) -> Any:
@@ -87,7 +153,9 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
         return [resolve(each) for each in node] if isinstance(node, list) else node
 
     resolved: dict[str, Any] = resolve(schema)
-    if (tag := kind.__struct_config__.tag_field) is not None:  # tells messages apart; no client sends it
+    # The tag tells messages apart; no client sends it.
+    config = getattr(kind, "__struct_config__", None)
+    if config is not None and (tag := config.tag_field) is not None:
         del resolved["properties"][tag]
         resolved["required"] = [name for name in resolved["required"] if name != tag]
     return resolved

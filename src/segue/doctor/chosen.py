@@ -98,6 +98,8 @@ def find_model(config: EngineConfig) -> tuple[ModelSource, str]:
             gguf=path,
             tokenizer_directory=None,
             config=ModelConfig.from_hf(bundled.CONFIG),
+            model_type="llama",
+            architectures=("LlamaForCausalLM",),
             eos_token_ids=(),
         )
         return source, "the bundled model, because --model is left out"

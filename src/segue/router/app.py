@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from segue.api.schema import openapi
 from segue.router import (
     control_routes,
     engine_metrics,
@@ -25,7 +24,7 @@ from segue.router.config import RouterConfig
 from segue.router.router import Router, router_of
 from segue.router.status import RouterCollector, laps_status
 from segue.router.watch import ROUTER_HEADER
-from segue.server.access import Access, Routes, described
+from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
@@ -145,4 +144,4 @@ async def version(request: Request) -> Response:
 async def description(request: Request) -> Response:
     """Return the description of every route."""
     app = request.app
-    return json_response(openapi("Segue router", described(app.router.routes), app.state.root_path))
+    return json_response(describe("Segue router", app.router.routes, app.state.root_path))

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.api.shapes import HealthError
 from segue.errors import SegueError
 from segue.router.choice import Refuse
 from segue.router.entry import WorkerEntry
@@ -26,7 +27,7 @@ def _unable(error: SegueError, path: str) -> Response:
     return json_response({"status": "failing"} | native_body(error), error.status, HEADERS.get(error.status))
 
 
-routes = Routes(Access.OPEN, "Health", _unable)
+routes = Routes(Access.OPEN, "Health", _unable, HealthError)
 
 
 @routes.get("/health")

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from segue.api import info
 from segue.api.info import LoadsQuery, ServerInfoQuery, WorldSizeQuery
 from segue.api.schema import query_schema
+from segue.api.shapes import NativeError, WeightError
 from segue.api.validation import parse
 from segue.router.control_routes import READ_S, Answer, combined, made_of, replies_of
 from segue.server.access import Access, Routes
 from segue.server.responses import native_error_response, weight_error_response
 
-routes = Routes(Access.ADMIN, "Information", native_error_response)
-weights = Routes(Access.ADMIN, "Information", weight_error_response)
+routes = Routes(Access.ADMIN, "Information", native_error_response, NativeError)
+weights = Routes(Access.ADMIN, "Information", weight_error_response, WeightError)
 
 
 @routes.get("/server_info", schema=query_schema(ServerInfoQuery))

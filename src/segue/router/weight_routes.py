@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.schema import body_schema, query_schema
+from segue.api.shapes import WeightError
 from segue.api.vllm import FinishUpdate, UpdateWeights
 from segue.errors import NoWorkerError, SeveralWorkersError
 from segue.messages.weight_operations import OPERATIONS
@@ -19,7 +20,7 @@ from segue.router.router import for_workers, router_of
 from segue.server.access import Access, Routes
 from segue.server.responses import unless_gone, weight_error_response
 
-routes = Routes(Access.ADMIN, "Weights", weight_error_response)
+routes = Routes(Access.ADMIN, "Weights", weight_error_response, WeightError)
 
 
 async def forward(request: Request) -> Response:

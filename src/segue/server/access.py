@@ -14,11 +14,15 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec import Struct
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from segue.api.schema import openapi, with_errors
+from segue.api.shapes import NativeError, OpenAIError
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
 from segue.server.responses import error_response
@@ -114,13 +118,17 @@ class GuardedRoute(Route):
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.access = group.access
+        self.allowed = self.methods  # those of all routes of this path; `join_methods` adds the others'
         self.description: dict[str, Any] | None = None  # OpenAPI's; None: the route is hidden there
+        self.error_form = group.error_form or (OpenAIError if path.startswith("/v1/") else NativeError)
         self._refusal = group.refusal
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request that this route matched, then answer it; raises what :meth:`Gate.check` does."""
         scope["refusal"] = self._refusal  # by this the application's error handler answers
         scope["app"].state.gate.check(scope, self.access)
+        if scope["method"] not in self.allowed:
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self.allowed))})
         await super().handle(scope, receive, send)
 
 
@@ -130,10 +138,18 @@ class Routes(list[BaseRoute]):
     A module of routes makes one such list, and adds its endpoints by the decorators.
     """
 
-    def __init__(self, access: Access, tag: str, refusal: Refusal = error_response) -> None:
+    def __init__(
+        self,
+        access: Access,
+        tag: str,
+        refusal: Refusal = error_response,
+        error_form: type[Struct] | None = None,
+    ) -> None:
+        """Begin an empty list; ``error_form`` describes what ``refusal`` makes, None: it goes by the path."""
         super().__init__()
         self.access = access
         self.refusal = refusal
+        self.error_form = error_form
         self._tag = tag
 
     def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -156,6 +172,7 @@ class Routes(list[BaseRoute]):
         *,
         hidden: bool = False,
         schema: Mapping[str, Any] | None = None,
+        errors: Iterable[int] = (),
     ) -> Endpoint:
         """Add a route; returns its endpoint.
 
@@ -164,15 +181,18 @@ class Routes(list[BaseRoute]):
             path: Starlette's pattern.
             endpoint: gives a request's response; the first line of its docstring describes the route.
             hidden: leave it out of OpenAPI's description.
-            schema: more of that description, such as the schema of the body.
+            schema: more of that description, such as the schemas of the body and of the reply.
+            errors: statuses of errors of this route alone.
         """
         route = GuardedRoute(path, endpoint, method, self)
         if not hidden:
             text = endpoint.__doc__ or ""
             named = {"in": "path", "required": True, "schema": {"type": "string"}}
             parameters = [{"name": name, **named} for name in sorted(route.param_convertors)]
-            route.description = {"parameters": parameters} if parameters else {}
-            route.description |= {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
+            found: dict[str, Any] = {"parameters": parameters} if parameters else {}
+            found |= {"tags": [self._tag], "summary": text.partition("\n")[0], **(schema or {})}
+            statuses = {*_errors_of(self.access, method, path), *errors}
+            route.description = with_errors(found, route.error_form, statuses)
         self.append(route)
         return endpoint
 
@@ -194,14 +214,35 @@ def unmatched(gate: Gate, routes: list[BaseRoute], root_path: str = "") -> ASGIA
     return answer
 
 
-def described(routes: Iterable[BaseRoute]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns path, method and description of each route that OpenAPI's description has."""
-    return [
-        (route.path_format, method, route.description)
-        for route in routes
-        if isinstance(route, GuardedRoute) and route.description is not None
+def _errors_of(access: Access, method: str, path: str) -> set[int]:
+    """Returns the statuses of the errors that every route of this kind may answer."""
+    statuses = {400, 503}
+    if access is not Access.OPEN:
+        statuses |= {401, 403}
+    if method == "POST":
+        statuses |= {408, 413, 415}
+    return statuses | ({404} if path.startswith("/v1/") else set())
+
+
+def describe(title: str, routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]:
+    """Returns OpenAPI's description of all routes that are not hidden; ``root_path``: see :func:`openapi`."""
+    shown = [route for route in routes if isinstance(route, GuardedRoute) and route.description is not None]
+    described = [
+        (route.path_format, method, route.description or {})
+        for route in shown
         for method in sorted(route.methods or ())
     ]
+    forms = {route.error_form.__name__: route.error_form for route in shown}
+    return openapi(title, described, forms.values(), root_path)
+
+
+def join_methods(routes: Iterable[BaseRoute]) -> None:
+    """Have each route know all methods of its path, for the answer to a request with another one."""
+    allowed: dict[str, set[str]] = {}
+    for route in routes:
+        if isinstance(route, GuardedRoute):
+            route.allowed = allowed.setdefault(route.path, set())
+            route.allowed |= route.methods
 
 
 def require_levels(routes: Iterable[BaseRoute]) -> None:

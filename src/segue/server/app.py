@@ -6,7 +6,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from segue.api.schema import openapi, redoc_page, swagger_page
+from segue.api.schema import redoc_page, reply_schema, swagger_page
+from segue.api.shapes import VersionReply
 from segue.config import EngineConfig
 from segue.server import (
     control_routes,
@@ -19,7 +20,7 @@ from segue.server import (
     tokenization_routes,
     vllm_routes,
 )
-from segue.server.access import Access, Routes, described
+from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
 from segue.version import __version__
@@ -53,7 +54,7 @@ def create_app(config: EngineConfig) -> Starlette:
     return app
 
 
-@routes.get("/version")
+@routes.get("/version", schema=reply_schema(VersionReply))
 async def version(request: Request) -> Response:
     """Return the version of Segue."""
     return json_response({"version": __version__})
@@ -63,7 +64,7 @@ async def version(request: Request) -> Response:
 async def description(request: Request) -> Response:
     """Return the description of every route."""
     app = request.app
-    return json_response(openapi(TITLE, described(app.router.routes), app.state.root_path))
+    return json_response(describe(TITLE, app.router.routes, app.state.root_path))
 
 
 @routes.get("/docs", hidden=True)

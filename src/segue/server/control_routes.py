@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,8 @@ from segue.api.control import (
     memory_reply,
 )
 from segue.api.profile import ProfileRequest
-from segue.api.schema import body_schema, query_schema, reply_schema
+from segue.api.schema import body_schema, query_schema, reply_schema, text_schema
+from segue.api.shapes import MemoryReply, MessageReply, PauseReply, SuccessReply, TracesReply, WeightError
 from segue.api.validation import parse
 from segue.api.weights import check_base64, reply_of
 from segue.config import EngineConfig
@@ -42,7 +44,11 @@ from segue.server.running import runtime_of
 routes = Routes(Access.ADMIN, "Control")
 
 
-@routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False))
+_MEMORY = body_schema(MemoryRequest, required=False) | reply_schema(MemoryReply)
+_FLUSH = query_schema(FlushQuery) | text_schema("text/plain", 200, 400)
+
+
+@routes.post("/pause_generation", schema=body_schema(PauseRequest, required=False) | reply_schema(PauseReply))
 async def pause_generation(request: Request) -> Response:
     """Stop generating; answers once nothing runs, with what became of the requests."""
     runtime = runtime_of(request)
@@ -52,7 +58,7 @@ async def pause_generation(request: Request) -> Response:
     return json_response(said | structs.asdict(result))
 
 
-@routes.post("/continue_generation")
+@routes.post("/continue_generation", schema=reply_schema(MessageReply))
 async def continue_generation(request: Request) -> Response:
     """Generate again; not paused: nothing happens."""
     await runtime_of(request).continue_generation()
@@ -68,8 +74,8 @@ async def abort_request(request: Request) -> Response:
     return Response()
 
 
-@routes.get("/flush_cache", schema=query_schema(FlushQuery))
-@routes.post("/flush_cache", schema=query_schema(FlushQuery))
+@routes.get("/flush_cache", schema=_FLUSH)
+@routes.post("/flush_cache", schema=_FLUSH)
 async def flush_cache(request: Request) -> Response:
     """Forget all cached KV; refused while a live request owns some, or while requests run or wait."""
     manager = runtime_of(request).manager
@@ -80,7 +86,7 @@ async def flush_cache(request: Request) -> Response:
     return Response(f"Cache not flushed.\nReason: {flushed.error_msg}\n", 400, media_type="text/plain")
 
 
-@routes.post("/release_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+@routes.post("/release_memory_occupation", schema=_MEMORY)
 async def release_memory_occupation(request: Request) -> Response:
     """Give the memory of weights or KV cache back; running requests are retracted, and all requests wait."""
     manager = runtime_of(request).manager
@@ -88,7 +94,7 @@ async def release_memory_occupation(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.release_memory(body.memory)))
 
 
-@routes.post("/resume_memory_occupation", schema=body_schema(MemoryRequest, required=False))
+@routes.post("/resume_memory_occupation", schema=_MEMORY)
 async def resume_memory_occupation(request: Request) -> Response:
     """Take released memory again; weights are then sent or loaded before anything is generated."""
     manager = runtime_of(request).manager
@@ -99,7 +105,9 @@ async def resume_memory_occupation(request: Request) -> Response:
 # --- profiles ---
 
 
-@routes.post("/start_profile", schema=body_schema(ProfileRequest, required=False))
+@routes.post(
+    "/start_profile", schema=body_schema(ProfileRequest, required=False) | reply_schema(SuccessReply)
+)
 async def start_profile(request: Request) -> Response:
     """Trace steps with torch's profiler, until ``/stop_profile`` or for so many steps."""
     runtime = runtime_of(request)
@@ -114,7 +122,7 @@ async def start_profile(request: Request) -> Response:
     return json_response({"success": True, "message": "Steps are traced."})
 
 
-@routes.post("/stop_profile")
+@routes.post("/stop_profile", schema=reply_schema(TracesReply))
 async def stop_profile(request: Request) -> Response:
     """Trace no more, and write a trace per rank; answers once they are written, with their paths."""
     files = await runtime_of(request).manager.calls.stop_profile()
@@ -124,7 +132,7 @@ async def stop_profile(request: Request) -> Response:
 # --- weights: one route per operation of `segue.messages.weight_operations` ---
 
 
-weights = Routes(Access.ADMIN, "Control", weight_error_response)
+weights = Routes(Access.ADMIN, "Control", weight_error_response, WeightError)
 
 
 def _endpoint(kind: type[WeightOperation]) -> Endpoint:
@@ -191,9 +199,9 @@ def _checked(kind: type[WeightOperation], query: dict[str, str], body: Any) -> W
 for _name, _kind in OPERATIONS.items():
     for _method in _kind.methods:
         _taken = query_schema(_kind) if _method == "GET" else body_schema(_kind, required=False)
-        _given = reply_schema(
-            None if _kind is GetWeights else {"success": True, "message": "", **_kind.reply}
-        )
+        _fields = {"success": bool, "message": str} | {n: type(value) for n, value in _kind.reply.items()}
+        _reply = msgspec.defstruct(f"{_kind.__name__}Reply", list(_fields.items()))
+        _given = reply_schema(list[Any] if _kind is GetWeights else _reply)
         weights.add(_method, f"/{_name}", _endpoint(_kind), schema={**_taken, **_given})
 
 

@@ -20,7 +20,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue.api.fleet import DrainRequest, RoleChanged, RoleRequest
-from segue.api.schema import body_schema
+from segue.api.schema import body_schema, reply_schema, text_schema
+from segue.api.shapes import DrainReply
 from segue.api.validation import parse
 from segue.errors import SegueError
 from segue.failover.life import LifeState
@@ -45,7 +46,7 @@ STATES: dict[str, WorkerState] = {  # by code of the trouble
 routes = Routes(Access.ADMIN, "Fleet")
 
 
-@routes.get("/watch")
+@routes.get("/watch", schema=text_schema("application/x-ndjson"))
 async def watch(request: Request) -> ASGIApp:
     """Lines of JSON until the engine ends: a WorkerRecord, then a WorkerReport each 100 ms."""
     runtime = runtime_of(request)
@@ -54,7 +55,7 @@ async def watch(request: Request) -> ASGIApp:
     return Watch(runtime, await asyncio.to_thread(record_of, runtime))
 
 
-@routes.post("/role", schema=body_schema(RoleRequest))
+@routes.post("/role", schema=body_schema(RoleRequest) | reply_schema(RoleChanged), errors=[409])
 async def set_role(request: Request) -> Response:
     """Take other work: answers once what is left of the old role has ended, or 409 if it has not in time."""
     manager = runtime_of(request).manager
@@ -63,7 +64,7 @@ async def set_role(request: Request) -> Response:
     return json_response(RoleChanged(role=manager.role, kv_address=manager.control_address))
 
 
-@routes.post("/drain", schema=body_schema(DrainRequest, required=False))
+@routes.post("/drain", schema=body_schema(DrainRequest, required=False) | reply_schema(DrainReply))
 async def drain(request: Request) -> Response:
     """Refuse new requests, while those in flight go on; with ``drain`` false, take requests again."""
     runtime = runtime_of(request)

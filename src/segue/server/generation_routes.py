@@ -16,7 +16,15 @@ from segue.api.openai.requests import (
     CompletionRequest,
     check_model,
 )
-from segue.api.schema import body_schema
+from segue.api.schema import body_schema, reply_schema
+from segue.api.shapes import (
+    ChatReplyShape,
+    CompletionReplyShape,
+    GenerateReply,
+    ModelCard,
+    ModelList,
+    TokenGenerateReply,
+)
 from segue.api.token_generate import TokenGenerate
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
@@ -63,43 +71,50 @@ async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
             yield data
 
 
-@openai.post("/v1/chat/completions", schema=body_schema(ChatCompletionRequest))
+_CHAT = body_schema(ChatCompletionRequest) | reply_schema(ChatReplyShape, has_stream=True)
+_COMPLETION = body_schema(CompletionRequest) | reply_schema(CompletionReplyShape, has_stream=True)
+_CHAT_TOKENS = body_schema(ChatTokensRequest) | reply_schema(ChatReplyShape, has_stream=True)
+_TOKENS = body_schema(TokenGenerate) | reply_schema(TokenGenerateReply, has_stream=True)
+_GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[GenerateReply], has_stream=True)
+
+
+@openai.post("/v1/chat/completions", schema=_CHAT)
 async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
     return await _answer(request, CHAT)
 
 
-@openai.post("/v1/chat/completions/tokens", schema=body_schema(ChatTokensRequest))
+@openai.post("/v1/chat/completions/tokens", schema=_CHAT_TOKENS)
 async def chat_completions_of_tokens(request: Request) -> ASGIApp:
     """Continue a conversation whose token ids are given."""
     return await _answer(request, CHAT_TOKENS)
 
 
-@openai.post("/v1/completions", schema=body_schema(CompletionRequest))
+@openai.post("/v1/completions", schema=_COMPLETION)
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
     return await _answer(request, COMPLETION)
 
 
-@tokens.post("/inference/v1/generate", schema=body_schema(TokenGenerate))
+@tokens.post("/inference/v1/generate", schema=_TOKENS)
 async def generate_tokens(request: Request) -> ASGIApp:
     """Continue token ids by token ids, in vLLM's form."""
     return await _answer(request, TOKENS)
 
 
-@native.post("/generate", schema=body_schema(NativeGenerate))
+@native.post("/generate", schema=_GENERATE)
 async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
     return await _answer(request, NATIVE)
 
 
-@openai.get("/v1/models")
+@openai.get("/v1/models", schema=reply_schema(ModelList))
 async def models(request: Request) -> Response:
     """The one model served."""
     return json_response({"object": "list", "data": [_model_card(request)]})
 
 
-@openai.get("/v1/models/{name:path}")
+@openai.get("/v1/models/{name:path}", schema=reply_schema(ModelCard))
 async def model(request: Request) -> Response:
     """The model by name."""
     check_model(request.path_params["name"], runtime_of(request).served_model)

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 
 from segue.errors import SegueError
 from segue.http_guard import install
-from segue.server.access import Gate, GateOptions, Refusal, require_levels, unmatched
+from segue.server.access import Gate, GateOptions, Refusal, join_methods, require_levels, unmatched
 from segue.server.responses import InternalError, RouteError, error_response
 
 
@@ -32,6 +32,7 @@ def guarded_app(options: GateOptions, routes: Iterable[BaseRoute], root_path: st
     app.state.root_path = root_path or ""
     app.router.default = unmatched(gate, app.router.routes, app.state.root_path)
     require_levels(app.router.routes)
+    join_methods(app.router.routes)
     # Each route makes the other checks, since they depend on its level of access.
     install(app, gate.guard, error_response, checks_all=False)
     return app

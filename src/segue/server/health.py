@@ -12,6 +12,8 @@ from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.api.schema import reply_schema
+from segue.api.shapes import HealthError, StatusReply
 from segue.errors import EngineHungError, OverloadedError, PausedError, SegueError
 from segue.frontend.request import MAX_PRIORITY, GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions
@@ -41,18 +43,19 @@ def _unable(error: SegueError, path: str) -> Response:
     return json_response({"status": status} | native_body(error) | {"code": 503}, 503, HEADERS[503])
 
 
-routes = Routes(Access.OPEN, "Health", _unable)
+routes = Routes(Access.OPEN, "Health", _unable, HealthError)
+_STATUS = reply_schema(StatusReply)
 
 
-@routes.get("/health")
-@routes.get("/ready")
-@routes.get("/ping")
+@routes.get("/health", schema=_STATUS)
+@routes.get("/ready", schema=_STATUS)
+@routes.get("/ping", schema=_STATUS)
 async def health(request: Request) -> Response:
     """200 while requests are taken, also paused, updating or busy; else 503, and why."""
     return json_response(_condition(runtime_of(request)))
 
 
-@routes.get("/health_generate")
+@routes.get("/health_generate", schema=_STATUS)
 async def health_generate(request: Request) -> Response:
     """As ``/health``, and a token is generated, unless that is known to work or may not be."""
     runtime = runtime_of(request)

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.api.schema import text_schema
 from segue.config import EngineConfig, parse_metric_names
 from segue.disagg.lease import LeaseState
 from segue.disagg.offer import OfferState
@@ -35,7 +36,7 @@ _Make = Callable[..., Metric]
 routes = Routes(Access.METRICS, "Health")
 
 
-@routes.get("/metrics")
+@routes.get("/metrics", schema=text_schema("text/plain"))
 async def metrics(request: Request) -> Response:
     """Returns the metrics in Prometheus' text format."""
     runtime: Runtime | None = request.app.state.runtime

@@ -22,6 +22,7 @@ from segue.errors import SegueError
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
 from segue.logs import logger
 from segue.messages.weight_operations import OPERATIONS
+from segue.server.body_writer import BodyWriter, offered
 
 DRAINED_MIB = 64  # of a too large body, read and dropped so that the client reads the answer
 DRAIN_S = 3.0
@@ -118,7 +119,7 @@ class EventStream:
         comments = asyncio.create_task(self._fill_silence(send))
         try:
             with suppress(ClientDisconnect, OSError):
-                await unless_gone(Request(scope, receive), self._send_all(send))
+                await unless_gone(Request(scope, receive), self._send_all(send, offered(scope)))
         finally:
             comments.cancel()
             self.close()  # first, because the next statement may raise
@@ -141,16 +142,21 @@ class EventStream:
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self._sent_at = time.monotonic()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, writer: BodyWriter | None) -> None:
         """Send the head of the reply, every event and the end; an error becomes the last event.
 
+        ``writer`` takes an event at once, unless the client is slow. A comment that is being sent waits for
+        that client, too, so nothing comes between its bytes.
         An OSError is raised, because it means that the client has gone and that nobody would read an event.
         """
         async with self._sending:
             await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         try:
             async for data in self.events:
-                await self._send(send, data)
+                if writer is not None and data and writer.write(data):
+                    self._sent_at = time.monotonic()
+                else:
+                    await self._send(send, data)
         except SegueError as error:
             await self._send(send, self.failure(error))
         except OSError:

@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest, Wanted
-from segue.api.schema import body_schema
+from segue.api.schema import body_schema, reply_schema
+from segue.api.shapes import DetokenizeReply, RenderedPrompt, TokenizeReply
 from segue.api.tokenization import (
     DetokenizeBody,
     TokenizeBody,
@@ -27,9 +28,11 @@ from segue.server.responses import json_response, reply_response
 from segue.server.running import runtime_of
 
 routes = Routes(Access.USER, "Tokens")
+_CHAT = body_schema(ChatCompletionRequest) | reply_schema(RenderedPrompt)
+_COMPLETION = body_schema(CompletionRequest) | reply_schema(list[RenderedPrompt])
 
 
-@routes.post("/tokenize", schema=body_schema(TokenizeBody))
+@routes.post("/tokenize", schema=body_schema(TokenizeBody) | reply_schema(TokenizeReply))
 async def tokenize_text(request: Request) -> Response:
     """The token ids of a text, or of messages."""
     body = await read_json(request, parse_tokenize, large_body.tokenize)
@@ -39,21 +42,21 @@ async def tokenize_text(request: Request) -> Response:
     return await reply_response(reply, num_entries, runtime.manager.thread_pool)
 
 
-@routes.post("/detokenize", schema=body_schema(DetokenizeBody))
+@routes.post("/detokenize", schema=body_schema(DetokenizeBody) | reply_schema(DetokenizeReply))
 async def detokenize_ids(request: Request) -> Response:
     """The text of token ids."""
     body = await read_json(request, parse_detokenize, large_body.detokenize)
     return json_response(await detokenize(body, runtime_of(request).served_model))
 
 
-@routes.post("/v1/chat/completions/render", schema=body_schema(ChatCompletionRequest))
+@routes.post("/v1/chat/completions/render", schema=_CHAT)
 async def render_chat(request: Request) -> Response:
     """What a conversation is generated from: token ids and sampling parameters."""
     (reply,) = rendered = await _render(request, CHAT)
     return await _reply(request, reply, rendered)
 
 
-@routes.post("/v1/completions/render", schema=body_schema(CompletionRequest))
+@routes.post("/v1/completions/render", schema=_COMPLETION)
 async def render_completion(request: Request) -> Response:
     """What a text, or several, are generated from: token ids and sampling parameters."""
     rendered = await _render(request, COMPLETION)

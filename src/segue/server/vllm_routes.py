@@ -9,7 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.control import MemoryRequest, PauseQuery, SleepQuery, memory_of_level, memory_reply
-from segue.api.schema import body_schema, query_schema
+from segue.api.schema import body_schema, query_schema, reply_schema
+from segue.api.shapes import (
+    AbortedReply,
+    MemoryReply,
+    PausedReply,
+    SleepingReply,
+    StatusReply,
+    SuccessReply,
+    UpdateReply,
+    WeightError,
+)
 from segue.api.validation import Body, parse
 from segue.api.vllm import AbortRequests, FinishUpdate, ResetPrefixCache, UpdateWeights
 from segue.api.weights import reply_of
@@ -22,10 +32,12 @@ from segue.server.responses import json_response, weight_error_response
 from segue.server.running import runtime_of
 
 routes = Routes(Access.ADMIN, "Control")
-weights = Routes(Access.ADMIN, "Control", weight_error_response)
+weights = Routes(Access.ADMIN, "Control", weight_error_response, WeightError)
+_ABORT = body_schema(AbortRequests, required=False) | reply_schema(AbortedReply)
+_FINISH = body_schema(FinishUpdate, required=False) | reply_schema(UpdateReply)
 
 
-@routes.post("/pause", schema=query_schema(PauseQuery))
+@routes.post("/pause", schema=query_schema(PauseQuery) | reply_schema(StatusReply))
 async def pause(request: Request) -> Response:
     """As ``/pause_generation``, by vLLM's name and modes; then the prefix cache is emptied."""
     runtime = runtime_of(request)
@@ -38,14 +50,14 @@ async def pause(request: Request) -> Response:
     return json_response(reply if flushed.success else reply | {"message": flushed.error_msg})
 
 
-@routes.post("/resume")
+@routes.post("/resume", schema=reply_schema(StatusReply))
 async def resume(request: Request) -> Response:
     """As ``/continue_generation``, by vLLM's name."""
     await runtime_of(request).continue_generation()
     return json_response({"status": "resumed"})
 
 
-@routes.get("/is_paused")
+@routes.get("/is_paused", schema=reply_schema(PausedReply))
 async def is_paused(request: Request) -> Response:
     """Whether a client has paused generation, and nothing runs any more."""
     runtime = runtime_of(request)
@@ -54,7 +66,7 @@ async def is_paused(request: Request) -> Response:
     return json_response({"is_paused": runtime.manager.stats.counters.is_paused})
 
 
-@routes.post("/abort_requests", schema=body_schema(AbortRequests, required=False))
+@routes.post("/abort_requests", schema=_ABORT)
 async def abort_requests(request: Request) -> Response:
     """End the requests of these ids, or all; unknown ids do nothing. ``aborted`` counts those in flight."""
     manager = runtime_of(request).manager
@@ -69,7 +81,7 @@ async def abort_requests(request: Request) -> Response:
     return json_response({"status": "aborted", "aborted": count})
 
 
-@routes.post("/reset_prefix_cache", schema=query_schema(ResetPrefixCache))
+@routes.post("/reset_prefix_cache", schema=query_schema(ResetPrefixCache) | reply_schema(SuccessReply))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached KV; ``success`` is false while a request owns some, unless it is to give it back."""
     query = dict(request.query_params)  # SkyRL sends the fields as a body
@@ -83,7 +95,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({"success": flushed.success, "message": message})
 
 
-@routes.post("/sleep", schema=query_schema(SleepQuery))
+@routes.post("/sleep", schema=query_schema(SleepQuery) | reply_schema(MemoryReply))
 async def sleep(request: Request) -> Response:
     """As ``/release_memory_occupation``, by vLLM's name and levels."""
     manager = runtime_of(request).manager
@@ -92,7 +104,7 @@ async def sleep(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.release_memory(tags, backup=backup)))
 
 
-@routes.post("/wake_up", schema=query_schema(MemoryRequest))
+@routes.post("/wake_up", schema=query_schema(MemoryRequest) | reply_schema(MemoryReply))
 async def wake_up(request: Request) -> Response:
     """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
     manager = runtime_of(request).manager
@@ -100,7 +112,7 @@ async def wake_up(request: Request) -> Response:
     return json_response(memory_reply(await manager.calls.resume_memory(query.memory)))
 
 
-@routes.get("/is_sleeping")
+@routes.get("/is_sleeping", schema=reply_schema(SleepingReply))
 async def is_sleeping(request: Request) -> Response:
     """Whether any memory is released."""
     runtime = runtime_of(request)
@@ -112,19 +124,19 @@ async def is_sleeping(request: Request) -> Response:
 # --- weights ---
 
 
-@weights.post("/start_weight_update")
+@weights.post("/start_weight_update", schema=reply_schema(UpdateReply))
 async def start_weight_update(request: Request) -> Response:
     """As ``/begin_weight_update``, by vLLM's name."""
     return await _update(request, BeginUpdate())
 
 
-@weights.post("/update_weights", schema=body_schema(UpdateWeights))
+@weights.post("/update_weights", schema=body_schema(UpdateWeights) | reply_schema(UpdateReply))
 async def update_weights(request: Request) -> Response:
     """Receive tensors, or load a directory; served at once, or at the end of a begun update."""
     return await _update(request, (await _body(request, UpdateWeights)).operation())
 
 
-@weights.post("/finish_weight_update", schema=body_schema(FinishUpdate, required=False))
+@weights.post("/finish_weight_update", schema=_FINISH)
 async def finish_weight_update(request: Request) -> Response:
     """As ``/end_weight_update``, by vLLM's name."""
     return await _update(request, (await _body(request, FinishUpdate)).operation())

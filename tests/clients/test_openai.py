@@ -1,0 +1,37 @@
+"""Clients of OpenAI's API, as they are published, against a live server of the bundled model.
+
+Each is a program of its own, in its own environment; it ends with an error at the first reply that is not as
+it should be.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.served import MODEL, Served, serve
+
+PROGRAMS = Path(__file__).with_name("programs")
+KEY = "a-key"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    options = ("--dtype", "float32", "--max-running-requests", "8", "--api-key", KEY)
+    with serve(*options) as served:
+        yield served
+
+
+@pytest.mark.parametrize("program", ["openai_strict", "langchain_openai_client", "litellm_client"])
+def test_a_client_gets_what_it_expects(
+    served: Served, client_python: Callable[[str], Path], program: str
+) -> None:
+    python = client_python("openai")
+    command = [str(python), str(PROGRAMS / f"{program}.py"), served.url, MODEL, KEY]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert result.stdout.endswith("all done\n")

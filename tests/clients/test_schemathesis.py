@@ -1,0 +1,55 @@
+"""Schemathesis, as it is published, against a live engine: all routes, as ``/openapi.json`` has them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.environments import command
+from tests.server.live import LiveServer
+
+PROGRAMS = Path(__file__).with_name("programs")
+# Its reply ends with the engine, so no request to it would return.
+EXCLUDED = ("/watch",)
+MIN_CASES = 1000
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def reply(server: LiveServer) -> Any:
+    """A greedy reply; it depends on every weight and on the state of the cache."""
+    params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    body = {"text": "The capital of France", "sampling_params": params, "return_logprob": True}
+    answer = server.client.post("/generate", json=body).json()
+    return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+
+
+def test_a_live_engine_keeps_to_its_description(tiny_model: Path, tmp_path: Path) -> None:
+    st = command("schemathesis", "st")
+    options: dict[str, Any] = {"max_model_len": 64, "max_running_requests": 8, "num_kv_tokens": 1024}
+    with LiveServer(tiny_model, real=True, dtype="float32", deterministic=True, **options) as server:
+        before = reply(server)
+        name = server.client.get("/v1/models").json()["data"][0]["id"]
+        env = os.environ | {
+            "SCHEMATHESIS_HOOKS": str(PROGRAMS / "schemathesis_hooks.py"),
+            "SEGUE_URL": server.url,
+            "SEGUE_MODEL": name,
+        }
+        run = [*st, "--config-file", str(PROGRAMS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
+        run += ["--checks", "all", "--request-timeout", "20", "--seed", "1", "--max-examples", "20"]
+        run += [argument for path in EXCLUDED for argument in ("--exclude-path", path)]
+        done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=800)
+        assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
+        found = re.search(r"(\d+) generated", done.stdout)
+        assert found is not None and int(found[1]) >= MIN_CASES, done.stdout[-3000:]
+        server.assert_nothing_left()
+        assert server.client.post("/flush_cache").status_code == 200
+        state = server.client.get("/server_info").json()
+        (internal,) = state["internal_states"]
+        assert internal["available_kv_tokens"] == state["max_total_num_tokens"]
+        assert not internal["engine_paused"]
+        assert reply(server) == before
