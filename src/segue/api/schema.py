@@ -99,7 +99,8 @@ def openapi(
         operation_id = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
         operation = {"operationId": operation_id, "responses": {"200": {"description": _DONE}}}
         paths.setdefault(path, {})[method.lower()] = operation | described
-    document = {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths}
+    info = {"title": title, "version": __version__}
+    document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths}
     if root_path:
         document["servers"] = [{"url": root_path}]
     forms = list(error_forms)

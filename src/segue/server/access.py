@@ -242,7 +242,7 @@ def join_methods(routes: Iterable[BaseRoute]) -> None:
     for route in routes:
         if isinstance(route, GuardedRoute):
             route.allowed = allowed.setdefault(route.path, set())
-            route.allowed |= route.methods
+            route.allowed |= route.methods or set()
 
 
 def require_levels(routes: Iterable[BaseRoute]) -> None:
