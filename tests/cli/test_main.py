@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import segue
 from segue.api.engine import Engine
 from segue.checkpoint.gguf import convert
-from segue.cli import main
+from segue.cli import main, serving
 from segue.cli.remote import RemoteError
 from segue.config import EngineConfig
 from segue.errors import ConfigError
@@ -182,7 +182,7 @@ def test_ctrl_c_raises_no_exception_while_a_server_imports_its_modules(
         seen.append(signal.getsignal(signal.SIGINT))
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr(main, "bind", bind)
+    monkeypatch.setattr(serving, "bind", bind)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         CliRunner().invoke(main.app, ["serve"])

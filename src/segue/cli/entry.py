@@ -18,6 +18,10 @@ def main() -> None:
         from segue.cli.doctor import main as doctor
 
         doctor(words)
+    elif command in (["serve"], ["router"]):
+        from segue.cli.serving import main as serving
+
+        serving(command[0], words)
     else:
         from segue.cli.main import main as everything
 

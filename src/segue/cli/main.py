@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -25,8 +25,9 @@ from segue.cli.gms import gms_app
 from segue.cli.quiet import quiet
 from segue.cli.remote import Remote, control_app
 from segue.cli.reporting import errors_in_red
+from segue.cli.serving import SETTINGS, router, run_cluster, serve, size_in_words
 from segue.cluster.config import ClusterConfig
-from segue.config import MOST_SHADOWS, SERVER_GROUPS, Device, EngineConfig, LogLevel
+from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
 from segue.errors import CacheDirectoryError, ModelFileError
 from segue.listener import bind, listen
 from segue.logs import LogFormat, configure
@@ -34,15 +35,16 @@ from segue.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from segue.api.engine import Engine
-    from segue.launch.runtime import Runtime
 
 app = typer.Typer(
     name="segue",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=SETTINGS,
 )
+app.command("serve")(serve)
+app.command("router")(router)
 app.add_typer(bench_app, name="bench")
 app.add_typer(gms_app, name="gms")
 app.add_typer(control_app)
@@ -88,59 +90,6 @@ TopP = Annotated[
 
 
 @app.command()
-@with_options(EngineConfig)
-def serve(
-    config: EngineConfig,
-    shadows: Annotated[
-        int,
-        setting(
-            "shadows",
-            "Number of engines that stand by: when the one that serves dies, one of them goes on with its "
-            "requests, behind the same port.",
-            group="Failover",
-            min=0,
-            max=MOST_SHADOWS,
-        ),
-    ] = 0,
-) -> None:
-    """Serve a model over HTTP: OpenAI's API, and SGLang's /generate.
-
-    Every option can also be set by the environment variable that its help names.
-    """
-    # Until the server handles Ctrl-C, it ends the process at once. A KeyboardInterrupt could be lost: Python
-    # swallows one that is raised in a callback, such as those that run while modules are imported.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if shadows:
-        _run_cluster(ClusterConfig.with_shadows(config, shadows))
-    import uvloop
-
-    from segue.server import lifecycle
-
-    configure(config.log_level, config.log_format)
-    listener = bind(config.host, config.port)
-    sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
-
-
-@app.command()
-@with_options(RouterConfig)
-def router(config: RouterConfig) -> None:
-    """Serve several engines at one address: each request goes to the one predicted to be done with it first.
-
-    Every option can also be set by the environment variable that its help names.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import uvloop
-
-    from segue.router import lifecycle
-
-    configure(config.log_level, config.log_format)
-    listener = bind(config.host, config.port)
-    sys.exit(uvloop.run(lifecycle.route(config, listener, _print_router_ready)))
-
-
-@app.command()
 @with_options(ClusterConfig)
 def cluster(config: ClusterConfig) -> None:
     """Start several engines and their router on this machine, and keep them running.
@@ -149,51 +98,7 @@ def cluster(config: ClusterConfig) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # as for `serve`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _run_cluster(config)
-
-
-def _run_cluster(config: ClusterConfig) -> NoReturn:
-    """Run engines and their router until a signal, and end this process."""
-    import asyncio
-
-    from segue.cluster.lifecycle import run_cluster
-
-    configure(config.router.log_level, config.router.log_format)
-    sys.exit(asyncio.run(run_cluster(config, _print_cluster_ready)))
-
-
-def _print_cluster_ready(url: str, workers: str) -> None:
-    """Print the router's URL, and how many workers there are of each role."""
-    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1): {workers}"
-    Console(highlight=False).print(line, soft_wrap=True)
-
-
-def _print_router_ready(url: str) -> None:
-    """Print the router's URL."""
-    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1)"
-    Console(highlight=False).print(line, soft_wrap=True)
-
-
-def _print_ready(runtime: Runtime, url: str) -> None:
-    """Print what the engine has chosen at its start, and the server's URL."""
-    ready, limits = runtime.manager.ready, runtime.manager.ready.limits
-    pages, size, chunk = limits.num_pages, limits.page_size, limits.chunked_prefill_size
-    facts = {
-        "model": f"{runtime.name} ({runtime.source.config.architecture})",
-        "weights": f"{_size(ready.weight_bytes)}, {ready.dtype}",
-        "device": f"{ready.device}, tensor parallel {runtime.config.tp}, attention {ready.attention_backend}",
-        "context": f"{limits.max_seq_len} tokens",
-        "KV cache": f"{pages} pages of {size} = {pages * size} tokens, {_size(ready.kv_bytes)}",
-        "batch": f"{limits.max_running_requests} requests, {chunk} prompt tokens per step",
-        "start": f"{sum(step.seconds for step in ready.init_steps):.1f} s in {len(ready.init_steps)} steps",
-    }
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for name, fact in facts.items():
-        table.add_row(f"[dim]{name}[/dim]", escape(fact))
-    console = Console(highlight=False)
-    console.print(table)
-    line = f"[bold green]Ready[/bold green] at [bold]{url}[/bold] (OpenAI base URL {url}/v1)"
-    console.print(line, soft_wrap=True)
+    run_cluster(config)
 
 
 @app.command()
@@ -307,7 +212,7 @@ def models(cache_dir: CacheDir = None) -> None:
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     try:
         for name, kind, num_bytes, path in installed_models(directory):
-            size = "-" if num_bytes is None else _size(num_bytes)
+            size = "-" if num_bytes is None else size_in_words(num_bytes)
             table.add_row(escape(name), kind, size, escape(str(path)))
     except OSError as error:
         raise CacheDirectoryError(
@@ -355,7 +260,3 @@ def _engine(config: EngineConfig) -> Iterator[Engine]:
 def _cache_dir(given: str | None) -> str:
     """Return the cache directory: the given one or, for None, that of the environment or the default."""
     return (EngineConfig.create() if given is None else EngineConfig.create(cache_dir=given)).cache_dir
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
