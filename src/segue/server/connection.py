@@ -8,7 +8,7 @@ import re
 from enum import Enum
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from segue.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, SegueError
@@ -16,6 +16,7 @@ from segue.server.body_writer import BodyWriter, extensions
 from segue.server.connections import Backpressure, Connections, Room
 from segue.server.request_ids import HEADER, id_extension, taken_id
 from segue.server.responses import error_response
+from segue.server.unchunked import unchunked
 
 _UPGRADE = re.compile(rb"^upgrade(?=:)", re.IGNORECASE | re.MULTILINE)
 # Paths that are answered even when every ordinary connection is taken.
@@ -223,7 +224,7 @@ class Connection(HttpToolsProtocol):
         if self._room is Room.SPARE and self.url.partition(b"?")[0] not in HEALTH_TARGETS:
             return _no_room
         if self.parser.get_http_version() == "1.0":
-            return _unchunked(self._application, self.parser.should_keep_alive())
+            return unchunked(self._application, self.parser.should_keep_alive())
         return self._application
 
     def _release_bytes(self) -> None:
@@ -381,34 +382,3 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
     response = error_response(OverloadedError(NO_ROOM), scope["path"])
     response.headers["connection"] = "close"
     await response(scope, receive, send)
-
-
-def _unchunked(application: ASGIApp, keep_alive: bool) -> ASGIApp:
-    """Returns the application for one HTTP/1.0 request: without chunks, the connection's end may end a reply.
-
-    The connection is kept only if the client asked for it (``keep_alive``) and the reply's length is known.
-    """
-
-    async def answer(scope: Scope, receive: Receive, send: Any) -> None:
-        """Answer as the application does, through a ``send`` that adapts the reply."""
-        cycle: RequestResponseCycle = send.__self__  # uvicorn passes a method of the cycle
-        has_length = False
-
-        async def send_unchunked(message: Message) -> None:
-            """Send a part of the reply, after setting the cycle such that uvicorn makes no chunks of it."""
-            nonlocal has_length
-            if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message["headers"]}
-                has_length = b"content-length" in names
-                cycle.keep_alive = keep_alive and has_length
-                if not has_length:
-                    cycle.chunked_encoding = False
-                elif keep_alive and b"connection" not in names:
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"keep-alive")]}
-            elif not has_length:  # uvicorn compares each part with the length that is still to come
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await application(scope, receive, send_unchunked)
-
-    return answer
