@@ -76,7 +76,7 @@ together: model
 alone: model
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" tests)
 
-soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again
+soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again, the wheel in bare environments
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Each list of pins in tests/clients is an environment: requirements-NAME.txt is installed with its dependencies, and
