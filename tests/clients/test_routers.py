@@ -20,7 +20,7 @@ from tests.e2e.served import Client, greedy, serve
 from tests.support.streams import ReplyGroup, ReplyInParts
 from tests.support.tiny_model import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MODEL = "tiny-model"
 OPTIONS = {
@@ -187,7 +187,6 @@ def rid_of(reply: ReplyInParts) -> str:
     return rid
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_engine_takes_only_its_own_requests_with_it(
     routed: Routed, start_engine: Any, wait_until: WaitUntil
 ) -> None:
