@@ -183,7 +183,8 @@ def test_a_client_that_leaves_ends_its_request(routed: Routed) -> None:
 def rid_of(reply: ReplyInParts) -> str:
     """The id by which the engine knows a stream's request."""
     event = reply.events[0][1]
-    rid: str = event["meta_info"]["id"] if reply.path == "/generate" else event["id"]
+    fields = event["meta_info"] if reply.path == "/generate" else event
+    rid: str = fields["request_id"] if reply.path == "/inference/v1/generate" else fields["id"]
     return rid
 
 
