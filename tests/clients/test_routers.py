@@ -20,7 +20,7 @@ from tests.e2e.served import Client, greedy, serve
 from tests.support.streams import ReplyGroup, ReplyInParts
 from tests.support.tiny_model import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MODEL = "tiny-model"
 OPTIONS = {
@@ -183,11 +183,11 @@ def test_a_client_that_leaves_ends_its_request(routed: Routed) -> None:
 def rid_of(reply: ReplyInParts) -> str:
     """The id by which the engine knows a stream's request."""
     event = reply.events[0][1]
-    rid: str = event["meta_info"]["id"] if reply.path == "/generate" else event["id"]
+    fields = event["meta_info"] if reply.path == "/generate" else event
+    rid: str = fields["request_id"] if reply.path == "/inference/v1/generate" else fields["id"]
     return rid
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_engine_takes_only_its_own_requests_with_it(
     routed: Routed, start_engine: Any, wait_until: WaitUntil
 ) -> None:
