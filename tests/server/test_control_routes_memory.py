@@ -97,6 +97,13 @@ def test_sleep_and_wake_up_as_vllm_names_them(saver: LiveServer) -> None:
     assert not is_sleeping(saver)
 
 
+def test_sleep_and_wake_up_take_their_fields_in_the_body_too(saver: LiveServer) -> None:
+    assert saver.client.post("/sleep", json={"level": 2, "tags": None}).json()["tags"] == ALL
+    assert saver.client.post("/wake_up", json={"tags": ["weights"]}).json()["tags"] == ["weights"]
+    assert saver.client.post("/wake_up", json={}).json()["tags"] == ["kv_cache"]
+    assert not is_sleeping(saver)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [

@@ -84,12 +84,7 @@ async def abort_requests(request: Request) -> Response:
 @routes.post("/reset_prefix_cache", schema=query_schema(ResetPrefixCache) | reply_schema(SuccessReply))
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached KV; ``success`` is false while a request owns some, unless it is to give it back."""
-    query = dict(request.query_params)  # SkyRL sends the fields as a body
-
-    def check(body: Any) -> ResetPrefixCache:
-        return parse(ResetPrefixCache, query | body if isinstance(body, dict) else body, coerces=True)
-
-    body = await read_json(request, check, partial(control, ResetPrefixCache))
+    body = await _fields(request, ResetPrefixCache, dict(request.query_params))
     flushed = await runtime_of(request).manager.calls.flush_cache(retract=body.reset_running_requests)
     message = f"{flushed.flushed_items} tokens were forgotten." if flushed.success else flushed.error_msg
     return json_response({"success": flushed.success, "message": message})
@@ -99,7 +94,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     """As ``/release_memory_occupation``, by vLLM's name and levels."""
     manager = runtime_of(request).manager
-    level = parse(SleepQuery, dict(request.query_params), coerces=True).level
+    level = (await _fields(request, SleepQuery, dict(request.query_params))).level
     tags, backup = memory_of_level(level, manager.ready.device)
     return json_response(memory_reply(await manager.calls.release_memory(tags, backup=backup)))
 
@@ -108,8 +103,9 @@ async def sleep(request: Request) -> Response:
 async def wake_up(request: Request) -> Response:
     """As ``/resume_memory_occupation``, by vLLM's name; ``tags`` may be given several times."""
     manager = runtime_of(request).manager
-    query = parse(MemoryRequest, {"tags": request.query_params.getlist("tags")})
-    return json_response(memory_reply(await manager.calls.resume_memory(query.memory)))
+    tags = request.query_params.getlist("tags")
+    body = await _fields(request, MemoryRequest, {"tags": tags} if tags else {})
+    return json_response(memory_reply(await manager.calls.resume_memory(body.memory)))
 
 
 @routes.get("/is_sleeping", schema=reply_schema(SleepingReply))
@@ -149,6 +145,15 @@ async def _update(request: Request, operation: WeightOperation) -> Response:
     return json_response(
         reply | {"status": "ok"} if answer.success else reply, 200 if answer.success else 400
     )
+
+
+async def _fields(request: Request, kind: type[Body], query: dict[str, Any]) -> Body:
+    """Returns the fields of a call's query and of its body, where SkyRL sends them; the body's come first."""
+
+    def check(body: Any) -> Body:
+        return parse(kind, query | body if isinstance(body, dict) else body, coerces=True)
+
+    return await read_json(request, check, partial(control, kind))
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:
