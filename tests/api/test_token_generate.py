@@ -169,7 +169,7 @@ def test_logprobs_of_the_prompt_are_by_token() -> None:
     assert reply["prompt_logprobs"] == [
         None,
         {
-            4: {"logprob": -0.25, "rank": None, "decoded_token": ""},
+            4: {"logprob": -0.25, "rank": 2, "decoded_token": ""},
             1: {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
         },
     ]

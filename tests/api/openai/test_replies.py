@@ -170,7 +170,7 @@ def test_logprobs_of_the_prompt_begin_with_its_own_token() -> None:
         (0, {"logprob": -1.0, "rank": 2, "decoded_token": "a"}),
         (1, {"logprob": -0.5, "rank": 1, "decoded_token": "b"}),
     ]
-    assert third[1] == {"logprob": -2.0, "rank": None, "decoded_token": "b"}
+    assert third[1] == {"logprob": -2.0, "rank": 3, "decoded_token": "b"}
 
 
 def test_an_echo_is_the_same_in_chunks_and_whole() -> None:

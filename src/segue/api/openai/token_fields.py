@@ -77,8 +77,8 @@ def prompt_logprobs(state: RequestState, table: TokenTable, num_top: int) -> lis
     """Return the logprobs of a prompt in vLLM's form.
 
     There is one object per token, by token id: the prompt's own token first, then the ``num_top`` likeliest
-    ones. Nothing predicts the first token: its entry is None. A rank is None where it is not known, because
-    the token is not one of the likeliest.
+    ones. Nothing predicts the first token: its entry is None. Of a token that is not one of the likeliest
+    the rank is not known: the least that it can be stands there, since clients sort by it.
     """
     found: list[dict[int, Any] | None] = [None]
     for entry in state.prompt_logprobs:
@@ -88,7 +88,7 @@ def prompt_logprobs(state: RequestState, table: TokenTable, num_top: int) -> lis
             {
                 token: {
                     "logprob": max(logprob, LOWEST_LOGPROB),
-                    "rank": ranks.get(token),
+                    "rank": ranks.get(token, len(entry.top) + 1),
                     "decoded_token": table.text(token),
                 }
                 for token, logprob in values.items()
