@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API, as they are published, against a live server of the bundled model.
+"""Clients of OpenAI's API, as they are published, against a live server of a small model.
 
 Each is a program of its own, in its own environment; it ends with an error at the first reply that is not as
 it should be.
@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.served import MODEL, Served, serve
+from tests.e2e.served import Served, serve
+from tests.support.sensitive_model import write_sensitive_model
 
 PROGRAMS = Path(__file__).with_name("programs")
-KEY = "a-key"
+MODEL, KEY = "small", "a-key"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    options = ("--dtype", "float32", "--max-running-requests", "8", "--api-key", KEY)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = write_sensitive_model(tmp_path_factory.mktemp("model") / MODEL)
+    options = ("--model", str(model), "--dtype", "float32", "--max-running-requests", "8", "--api-key", KEY)
     with serve(*options) as served:
         yield served
 

@@ -42,7 +42,7 @@ TASKS = {
     ),
     "text": (
         'output_type: generate_until\ndoc_to_target: "{{choices[answer]}}"\n'
-        'generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 16, do_sample: false, temperature: 0.0}\n'
+        'generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 8, do_sample: false, temperature: 0.0}\n'
         "metric_list: [{metric: exact_match}]"
     ),
 }
@@ -58,9 +58,9 @@ def write_tasks() -> TaskManager:
     return TaskManager(include_path=SCRATCH, include_defaults=False)
 
 
-def evaluate(manager: TaskManager, model: str, **arguments: Any) -> dict[str, Any]:
+def evaluate(manager: TaskManager, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = simple_evaluate(
-        model=model,
+        model=kind,
         model_args=arguments,
         tasks=[f"segue_{name}" for name in TASKS],
         task_manager=manager,
@@ -86,10 +86,10 @@ def same(ours: Any, theirs: Any) -> bool:
 
 def main() -> None:
     manager = write_tasks()
-    theirs = evaluate(manager, "hf", pretrained=DIRECTORY, dtype="float32", device="cpu")
+    theirs = evaluate(manager, "hf", {"pretrained": DIRECTORY, "dtype": "float32", "device": "cpu"})
     at = {"model": MODEL, "base_url": f"{URL}/v1/completions", "tokenizer": DIRECTORY, "max_length": 512}
     for ways in ({"num_concurrent": 4}, {"batch_size": 4}):
-        ours = evaluate(manager, "local-completions", **at, **ways)
+        ours = evaluate(manager, "local-completions", at | ways)
         for name in TASKS:
             mine, expected = replies(ours, name), replies(theirs, name)
             assert same(mine, expected), (name, ways, mine, expected)

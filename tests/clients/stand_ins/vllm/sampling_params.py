@@ -1,0 +1,5 @@
+"""Guided output."""
+
+
+class StructuredOutputsParams:
+    """A pattern that the output has to fit."""
