@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.gms.kv_fsm import (
+from segue.gms.kv_fsm import KVLease, kv_step
+from segue.gms.kv_state import (
     FreeKV,
     GrantKV,
     KillWriter,
@@ -18,7 +19,6 @@ from segue.gms.kv_fsm import (
     KVEndedEvent,
     KVEpochEvent,
     KVGoneEvent,
-    KVLease,
     KVLeaseEvent,
     KVLeaseShape,
     KVMadeEvent,
@@ -31,7 +31,6 @@ from segue.gms.kv_fsm import (
     KVWithdrawEvent,
     MakeKV,
     RefuseKV,
-    kv_step,
 )
 from tests.gms.exploring import Violation, explore
 

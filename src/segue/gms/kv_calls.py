@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from segue.errors import MemoryServiceError, SlabMemoryError
 from segue.gms import messages as wire
-from segue.gms.kv_fsm import (
+from segue.gms.kv_fsm import kv_step
+from segue.gms.kv_state import (
     FreeKV,
     GrantKV,
     KillWriter,
@@ -35,7 +36,6 @@ from segue.gms.kv_fsm import (
     KVWithdrawEvent,
     MakeKV,
     RefuseKV,
-    kv_step,
 )
 from segue.gms.lock_state import Cohort
 from segue.gms.session import GmsSession
