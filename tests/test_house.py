@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "segue"
 PROGRAMS = [ROOT / name for name in ("bench", "examples", "scripts")]
 # Folders of tests that are not about one room.
-OTHERS = {"attack", "deploy", "e2e", "fixtures", "gpu", "support"}
+OTHERS = {"attack", "clients", "deploy", "e2e", "fixtures", "gpu", "support"}
 # Test files about a whole room, or about several of its modules together.
 WHOLE_ROOM = {
     "checkpoint": {"smollm2"},
