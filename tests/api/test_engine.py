@@ -53,8 +53,9 @@ def test_a_batch_gives_a_list_in_order(engine: FakeEngine) -> None:
 
 
 def test_prompt_logprobs_of_chunks_of_one_token(tiny_model: Path) -> None:
-    with start(tiny_model, chunked_prefill_size=1) as engine:
-        reply = engine.generate("abc", {"max_new_tokens": 2}, return_logprob=True, logprob_start_len=0)
+    with start(tiny_model, chunked_prefill_size=1, max_logprobs=100) as engine:
+        scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 100}
+        reply = engine.generate("abc", {"max_new_tokens": 2}, **scores)
         meta = reply["meta_info"]
         assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"] > 1
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,13 @@ def test_a_value_outside_its_rule_is_an_error_that_names_the_field(field: str, v
 )
 def test_a_value_at_its_limit_is_accepted(field: str, value: Any) -> None:
     build(**{field: value})
+
+
+def test_an_option_raises_the_number_of_alternatives() -> None:
+    options = SamplingOptions(logprobs=100, num_prompt_top=100)
+    with pytest.raises(InvalidRequestError, match="--max-logprobs"):
+        options.check(LIMITS)
+    options.check(replace(LIMITS, max_logprobs=100))
 
 
 def test_errors_use_the_names_of_the_api() -> None:

@@ -60,6 +60,22 @@ def test_full_sampling_is_reproducible_and_top_k_of_one_is_greedy(runner):
     assert greedy.output == tiny.reference(runner.model, prompt, 10)
 
 
+def test_a_hundred_alternatives_of_prompt_and_output_tokens(runner):
+    prompt = making.prompt(30, seed=2)
+    options = {"logprobs": 100, "prompt_logprobs_start": 1, "num_prompt_top": 100}
+    sequence = Planner(runner).generate(prompt, 4, **options)
+    with torch.no_grad():
+        ids = torch.tensor([sequence.tokens[:-1]])
+        expected = runner.model(ids).logits[0].log_softmax(-1)
+    entries = [*sequence.prompt_logprobs, *sequence.logprobs]
+    assert len(entries) == len(expected) == 33
+    for entry, row in zip(entries, expected, strict=True):
+        values = torch.tensor([value for _, value in entry.top])
+        assert len(entry.top) == 100 and len({token for token, _ in entry.top}) == 100
+        assert torch.allclose(values, row.topk(100).values, atol=1e-3)
+        assert torch.allclose(values, row[[token for token, _ in entry.top]], atol=1e-3)
+
+
 def test_both_sampling_modes_give_the_same_tokens_and_logprob_bits(runner):
     planner = Planner(runner)
     params = {"temperature": 0.8, "logprobs": 0}

@@ -204,6 +204,22 @@ def test_fields_that_ask_for_nothing_are_accepted(api: Api) -> None:
     assert api.complete(n=1, best_of=1, echo=False, suffix=None, **harmless).status_code == 200
 
 
+def test_a_prompt_without_output(api: Api) -> None:
+    for reply in (api.complete("abc", max_tokens=0).json(), api.chat("abc", max_tokens=0).json()):
+        (choice,) = reply["choices"]
+        assert choice["finish_reason"] == "length" and reply["usage"]["completion_tokens"] == 0
+        assert (choice.get("text") or choice.get("message", {}).get("content")) in ("", None)
+
+
+def test_ids_and_salts_of_clients(api: Api) -> None:
+    cached = []
+    for rid, salt in (("one", "a"), ("two", "b"), ("three", "a"), ("four", None)):
+        reply = api.complete("a prompt that nobody else sends" * 4, rid=rid, cache_salt=salt).json()
+        assert reply["id"] == rid
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[1] == cached[3] == 0 < cached[2]
+
+
 def test_roles_and_parts(server: LiveServer) -> None:
     messages = [
         {"role": "developer", "content": "d"},

@@ -69,7 +69,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     kind: LegKind
     epoch: int = 0  # of the worker that is meant; another one refuses the leg
     # Of the reply on OpenAI's routes, such as "chatcmpl-…", and the beginning of each request's rid. A body
-    # of `/generate` may have rids of its own, which are used instead.
+    # may have ids of its own, which are used instead.
     id: Annotated[str, Meta(min_length=1, max_length=MOST_ID_CHARS)]
     created: int  # seconds since 1970, of the reply on OpenAI's routes
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # from which requests without a seed get theirs
