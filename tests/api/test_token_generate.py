@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from segue.api.openai.replies import encode
 from segue.api.openai.requests import Wanted
 from segue.api.token_generate import TokenReplies, parse_token_call
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError
@@ -118,7 +120,7 @@ LAST = Output("", [2], [TokenLogprob(2, -3.0, [(0, -0.5), (1, -1.5)])], [1], END
 
 
 def replies(wanted: Wanted) -> TokenReplies:
-    entries = [TokenLogprob(4, -0.25, [(1, -0.125)])]
+    entries = [TokenLogprob(4, -0.25, [(1, -0.125)], 9)]
     generation = SimpleNamespace(
         states=[SimpleNamespace(prompt_ids=[3, 4], prompt_logprobs=entries)], ends=[END]
     )
@@ -166,10 +168,10 @@ def test_the_end_of_a_text_is_no_stop_reason_of_the_client() -> None:
 
 def test_logprobs_of_the_prompt_are_by_token() -> None:
     reply = replies(call({"prompt_logprobs": 1, "max_tokens": 1})).whole([LAST])
-    assert reply["prompt_logprobs"] == [
+    assert json.loads(encode(reply["prompt_logprobs"])) == [
         None,
         {
-            4: {"logprob": -0.25, "rank": 2, "decoded_token": ""},
-            1: {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
+            "4": {"logprob": -0.25, "rank": 9, "decoded_token": ""},
+            "1": {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
         },
     ]

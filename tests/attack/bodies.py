@@ -389,3 +389,41 @@ def tensors_by_the_million(sizes: ServerSizes) -> Body:
 @worst
 def a_request_id_of_megabytes_to_abort(sizes: ServerSizes) -> Body:
     return "/abort_request", with_fields({}, rid=b'"' + fill(b"a") + b'"')
+
+
+# --- token ids and text ---
+
+TOKENS, TOKENIZE, DETOKENIZE = "/inference/v1/generate", "/tokenize", "/detokenize"
+
+
+@worst
+def token_ids_by_the_million(sizes: ServerSizes) -> Body:
+    return TOKENS, with_fields({}, token_ids=array(b"1"))
+
+
+@worst
+def a_prompt_that_is_scored_with_all_alternatives(sizes: ServerSizes) -> Body:
+    fields = {"echo": True, "logprobs": 20, "max_tokens": 1, "prompt_logprobs": 20, "return_token_ids": True}
+    prompt = array(b"1", 2 * (sizes.context - 2))
+    return COMPLETIONS, with_fields({"model": sizes.model, **fields}, prompt=prompt)
+
+
+@worst
+def a_long_echo_that_is_streamed(sizes: ServerSizes) -> Body:
+    fields = {"model": sizes.model, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
+    return COMPLETIONS, with_fields(fields, prompt=array(b"1", 2 * (sizes.context - 2)))
+
+
+@worst
+def a_text_of_spaces_to_tokenize(sizes: ServerSizes) -> Body:
+    return TOKENIZE, with_fields({"return_token_strs": True}, prompt=b'"' + b" " * (1 << 20) + b'"')
+
+
+@worst
+def a_text_of_as_many_spaces_as_become_tokens(sizes: ServerSizes) -> Body:
+    return TOKENIZE, with_fields({"return_token_strs": True}, prompt=b'"' + b" " * (1 << 18) + b'"')
+
+
+@worst
+def as_many_token_ids_as_become_text(sizes: ServerSizes) -> Body:
+    return DETOKENIZE, with_fields({}, tokens=array(b"150", 4 << 18))

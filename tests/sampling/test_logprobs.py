@@ -21,6 +21,14 @@ def test_chosen_and_top_logprobs_are_those_of_the_log_softmax():
         assert all(abs(a - b) < 1e-5 for (_, a), b in zip(message.top, top.values.tolist(), strict=True))
 
 
+def test_a_rank_counts_the_likelier_tokens():
+    logits = torch.tensor([[0.5, 2.0, 1.0, 2.0]] * 4)
+    tokens = torch.tensor([1, 3, 2, 0])
+    ranked = logprobs_of(logits, tokens, [0] * 4, with_ranks=True).messages()
+    assert [message.rank for message in ranked] == [1, 1, 3, 4]
+    assert {message.rank for message in logprobs_of(logits, tokens, [0] * 4).messages()} == {0}
+
+
 def test_each_token_has_its_own_number_of_alternatives():
     messages = logprobs_of(_logits(), torch.tensor([1, 2, 3]), [0, 3, 1]).messages()
     assert [len(message.top) for message in messages] == [0, 3, 1]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from segue.api.openai import replies
+from segue.frontend.thread_pool import INLINE_ENTRIES
 from tests.server.events import read_stream
 from tests.server.leg_fleet import MODEL, Fleet
 
@@ -76,6 +80,7 @@ def test_prompts_are_scored_alike(fleet: Fleet) -> None:
         (str(token), entry[str(token)]) for token, entry in zip(PROMPT[1:], scored[1:], strict=True)
     ]
     assert [entry and entry[str(t)]["logprob"] for t, entry in zip(PROMPT, scored, strict=True)] == logprobs
+    assert all(entry[str(token)]["rank"] > 0 for token, entry in zip(PROMPT[1:], scored[1:], strict=True))
     best = [max(each["logprob"] for each in entry.values()) for entry in scored[1:]]
     assert best == [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
     beside = complete(fleet, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
@@ -87,7 +92,11 @@ def test_prompts_are_scored_alike(fleet: Fleet) -> None:
     assert reply["prompt_logprobs"] == scored
 
 
-def test_an_echo_and_its_continuation(fleet: Fleet) -> None:
+@pytest.mark.parametrize("most_inline", [INLINE_ENTRIES, 1])  # a longer echo is made in a thread
+def test_an_echo_and_its_continuation(
+    fleet: Fleet, most_inline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "INLINE_ENTRIES", most_inline)
     asked = {"echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     (choice,) = complete(fleet, prompt="Hello", **asked)["choices"]
     (alone,) = complete(fleet, prompt="Hello", **asked | {"echo": False})["choices"]

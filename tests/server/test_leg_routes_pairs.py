@@ -8,6 +8,7 @@ from segue.messages.leg import RETRYABLE, Data, End
 from tests.server.leg_fleet import (
     CASES,
     CHAT,
+    COMPLETION,
     ROOMS,
     USAGE,
     Case,
@@ -62,6 +63,14 @@ def test_a_prompt_without_output_needs_no_decoding_either(fleet: Fleet, streamed
     told, found = frames(fleet.two, leg_of(path, body)), fleet.pair(path, body)
     look = (lambda data: stream(payload(data))) if streamed else whole_body
     assert look(found) == look(told) and b'"mine"' in payload(found)
+
+
+def test_a_pair_scores_prompts_as_one_engine_does(fleet: Fleet) -> None:
+    for path, body in (
+        openai(COMPLETION, prompt_logprobs=2),
+        openai(COMPLETION, echo=True, logprobs=1, max_tokens=0),
+    ):
+        assert whole_body(fleet.pair(path, body)) == whole_body(frames(fleet.two, leg_of(path, body)))
 
 
 def test_one_token_needs_no_decoding(fleet: Fleet) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -19,12 +20,12 @@ from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.request import Generation
 from segue.frontend.sampling_options import SamplingOptions
 from segue.frontend.thread_pool import ThreadPool
-from segue.frontend.tokenizer import INLINE_COST, ServedModel, check_token_ids
+from segue.frontend.tokenizer import INLINE_COST, PIECE_COST, ServedModel, check_token_ids
 
 T = TypeVar("T")
 MAX_CHARS = 1 << 20  # of a text, or 16 for each token of the context: that takes about 0.3 s
 CHARS_PER_TOKEN = 16
-MAX_IDS = 1 << 18  # in one call, or as many as the context has
+MAX_IDS = 1 << 18  # in one call or reply, or as many as the context has
 # Arguments of a chat template that decide how it is used, and not what it says.
 RESERVED = frozenset(
     {
@@ -108,6 +109,7 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
     if len(text) > most:
         reason = f"{param}: the text has {len(text)} characters; at most {most} are tokenized in one call"
         raise InvalidRequestError(reason, param=param)
+    await _check_num_tokens(text, param, model)
 
     def work() -> tuple[list[int], list[str | None] | None]:
         ids = tokenizer.encode(text, add_special_tokens=has_special)
@@ -121,6 +123,21 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
         "tokens": ids,
         "token_strs": names,
     }
+
+
+async def _check_num_tokens(text: str, param: str, model: ServedModel) -> None:
+    """Raise InvalidRequestError for a text of more tokens than one reply has, counted part by part.
+
+    Each part is short work, and the tokens of the whole text are not many more or fewer than theirs.
+    """
+    encoder, count = model.encoder, 0
+    encode = partial(encoder.tokenizer_for(param).encode, add_special_tokens=False)
+    for start in range(0, len(text) if len(text) > PIECE_COST else 0, PIECE_COST):
+        part = text[start : start + PIECE_COST]
+        count += len(await encoder.thread_pool.run(partial(encode, part)))
+        if count > (most := _most_ids(model)):
+            reason = f"{param}: the text has more than {most} tokens, the most that one reply has"
+            raise InvalidRequestError(f"{reason}; send it in parts", param=param)
 
 
 async def _rendered_text(body: TokenizeBody, messages: list[ChatMessage], model: ServedModel) -> str:
@@ -157,10 +174,13 @@ async def detokenize(body: DetokenizeBody, model: ServedModel) -> dict[str, Any]
 
 def check_num_ids(model: ServedModel, count: int) -> None:
     """Raise InvalidRequestError for more token ids than are turned into text in one call."""
-    most = max(MAX_IDS, model.encoder.limits.max_seq_len)
-    if count > most:
+    if count > (most := _most_ids(model)):
         text = f"tokens has {count} token ids; at most {most} are turned into text in one call"
         raise InvalidRequestError(text, param="tokens")
+
+
+def _most_ids(model: ServedModel) -> int:
+    return max(MAX_IDS, model.encoder.limits.max_seq_len)
 
 
 async def render(call: Wanted, model: ServedModel) -> list[dict[str, Any]]:

@@ -67,12 +67,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         return "filtered" if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 else "plain"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The natural-log probability of a token, and those of the likeliest tokens at its position."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]] = []
+    rank: int = 0  # of the token, 1 is the likeliest; 0: not asked for. Only tokens of prompts have one
 
 
 class Handoff(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -281,7 +281,8 @@ class StepExecutor:
             end = min(start + size, run.count)
             logits = self.model.logits(hidden[run.hidden_start + start : run.hidden_start + end])
             if logits is not None:
-                parts.append(logprobs_of(logits, known[start:end], [num_top] * (end - start)))
+                counts = [num_top] * (end - start)
+                parts.append(logprobs_of(logits, known[start:end], counts, with_ranks=True))
         return parts
 
 

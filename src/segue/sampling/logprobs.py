@@ -29,6 +29,7 @@ class Logprobs:
     top_ids: Tensor  # int64 [n, m]
     top_values: Tensor  # float32 [n, m], descending
     num_top: Sequence[int]  # n: alternatives that each token reports; negative: it reports nothing
+    ranks: Tensor | None = None  # int64 [n]: 1 is the likeliest; equal logits have equal ranks
 
     def to_host(self) -> Logprobs:
         """Return a copy on the host; from a device it is valid once the event of the step has completed."""
@@ -38,35 +39,49 @@ class Logprobs:
             top_ids=self.top_ids.to("cpu", non_blocking=True),
             top_values=self.top_values.to("cpu", non_blocking=True),
             num_top=self.num_top,
+            ranks=None if self.ranks is None else self.ranks.to("cpu", non_blocking=True),
         )
 
     def messages(self) -> list[TokenLogprob | None]:
         """Return one message per token for the scheduler; None for a token that reports nothing."""
+        ranks = [0] * len(self.num_top) if self.ranks is None else self.ranks.tolist()
         return [
             None
             if count < 0
-            else TokenLogprob(token, value, list(zip(ids[:count], values[:count], strict=True)))
-            for token, value, ids, values, count in zip(
+            else TokenLogprob(token, value, list(zip(ids[:count], values[:count], strict=True)), rank)
+            for token, value, ids, values, count, rank in zip(
                 self.tokens.tolist(),
                 self.chosen.tolist(),
                 self.top_ids.tolist(),
                 self.top_values.tolist(),
                 self.num_top,
+                ranks,
                 strict=True,
             )
         ]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> Logprobs:
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, num_top: Sequence[int], *, with_ranks: bool = False
+) -> Logprobs:
     """Return the log-probabilities of `tokens` (int64 `[n]`) under the raw `logits`, float32 `[n, V]`.
 
     Each token comes with those of the `num_top` most likely tokens at its position; negative: it reports
-    nothing. There has to be at least one row.
+    nothing. There has to be at least one row. A token's rank is 1 and the number of logits that are
+    larger than its own.
     """
     ids = _alternatives(logits, num_top)
     values = log_probabilities(logits, torch.cat([tokens[:, None], ids], dim=-1))
+    ranks = None
+    if with_ranks:
+        ranks = (logits > logits.gather(-1, tokens[:, None])).sum(dim=-1) + 1
     return Logprobs(
-        tokens=tokens, chosen=values[:, 0], top_ids=ids, top_values=values[:, 1:], num_top=num_top
+        tokens=tokens,
+        chosen=values[:, 0],
+        top_ids=ids,
+        top_values=values[:, 1:],
+        num_top=num_top,
+        ranks=ranks,
     )
 
 

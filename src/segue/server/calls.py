@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from segue.api.native import NativeCall, NativeReplies, parse_call
-from segue.api.openai.replies import ChatDialect, Choices, Chunks, CompletionDialect, usage
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, ReplyChoices, usage
 from segue.api.openai.requests import (
     Wanted,
     chat_call,
@@ -32,6 +32,10 @@ from segue.server.responses import DONE, event, native_body, openai_body
 
 class Reply(Protocol):
     """The reply to a call while its requests run."""
+
+    async def prepare(self, index: int) -> None:
+        """Does long work for the next event of request ``index`` elsewhere, if there is any."""
+        ...
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns what a stream adds for new output of request ``index``; it may be empty."""
@@ -87,7 +91,7 @@ class OpenAIReply:
         wanted: Wanted,
         generation: Generation,
     ) -> None:
-        self._choices = Choices(dialect, wanted, generation.states, runtime.manager.table)
+        self._choices = ReplyChoices(dialect, wanted, generation.states, runtime.manager.table)
         self._thread_pool = runtime.manager.thread_pool
         self._wanted = wanted
         self._generation = generation
@@ -96,6 +100,11 @@ class OpenAIReply:
     def event(self, index: int, output: Output) -> bytes:
         """Returns the chunks for new output of a choice."""
         return self._chunks.of(index, output)
+
+    async def prepare(self, index: int) -> None:
+        """Makes the beginning of a choice in a thread if that takes long."""
+        if self._chunks.is_due(index):
+            await self._thread_pool.run(lambda: self._chunks.open(index))
 
     def last_event(self) -> bytes:
         """Returns the chunk with the usage, if asked for, and the end mark."""
@@ -134,6 +143,9 @@ class TokenReply:
         self._replies = TokenReplies(runtime.manager.table, wanted, generation)
         self._thread_pool = runtime.manager.thread_pool
 
+    async def prepare(self, index: int) -> None:
+        """Does nothing: no event begins with long work."""
+
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with new output."""
         return event(self._replies.chunk(index, output))
@@ -164,6 +176,9 @@ class NativeReply:
 
     def __init__(self, runtime: Runtime, call: NativeCall, generation: Generation) -> None:
         self._replies = NativeReplies(runtime.manager, call, generation)
+
+    async def prepare(self, index: int) -> None:
+        """Does nothing: no event begins with long work."""
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with the reply to a request so far."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from segue.api.openai.replies import ChatDialect, Choices, Chunks, CompletionDialect, usage
+from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, ReplyChoices, encode, usage
 from segue.api.openai.requests import Wanted
 from segue.api.openai.token_fields import NOTHING, Shown
 from segue.frontend.detokenizer import TokenTable
@@ -35,7 +35,7 @@ def call(
     begun: tuple[int, ...] = (),
     shown: Shown = NOTHING,
     prompt: Any = (1, 0, 1),
-) -> tuple[Choices, Wanted]:
+) -> tuple[ReplyChoices, Wanted]:
     """A call whose prompt is "bab", of which the last two tokens are known to be as likely as 1 and 2."""
     request = GenerateRequest(
         rid="i", prompt=prompt, options=SamplingOptions(logprobs=logprobs), outputs=begun
@@ -50,9 +50,12 @@ def call(
         usage_in_stream=False,
         shown=shown,
     )
-    entries = [TokenLogprob(0, -1.0, [(1, -0.5), (0, -1.0)]), TokenLogprob(1, -2.0, [(0, -0.25), (2, -1.5)])]
+    entries = [
+        TokenLogprob(0, -1.0, [(1, -0.5), (0, -1.0)], 2),
+        TokenLogprob(1, -2.0, [(0, -0.25), (2, -1.5)], 3),
+    ]
     state = cast(RequestState, SimpleNamespace(prompt_ids=[1, 0, 1], prompt_logprobs=entries, ids=[0]))
-    return Choices(kind, wanted, [state], TABLE), wanted
+    return ReplyChoices(kind, wanted, [state], TABLE), wanted
 
 
 def chunks(kind: Any, *outputs: Output, **of_call: Any) -> list[Any]:
@@ -164,13 +167,13 @@ def test_tokens_in_logprobs_can_be_written_as_ids() -> None:
 
 def test_logprobs_of_the_prompt_begin_with_its_own_token() -> None:
     choices, _ = call(CompletionDialect, shown=Shown(num_prompt_top=1))
-    first, second, third = choices.whole(0, PARTS[1])["prompt_logprobs"]
+    first, second, third = json.loads(encode(choices.whole(0, PARTS[1])["prompt_logprobs"]))
     assert first is None
     assert list(second.items()) == [
-        (0, {"logprob": -1.0, "rank": 2, "decoded_token": "a"}),
-        (1, {"logprob": -0.5, "rank": 1, "decoded_token": "b"}),
+        ("0", {"logprob": -1.0, "rank": 2, "decoded_token": "a"}),
+        ("1", {"logprob": -0.5, "rank": 1, "decoded_token": "b"}),
     ]
-    assert third[1] == {"logprob": -2.0, "rank": 3, "decoded_token": "b"}
+    assert third["1"] == {"logprob": -2.0, "rank": 3, "decoded_token": "b"}
 
 
 def test_an_echo_is_the_same_in_chunks_and_whole() -> None:
@@ -187,8 +190,12 @@ def test_an_echo_is_the_same_in_chunks_and_whole() -> None:
     assert "".join(each["choices"][0]["text"] for each in made) == whole["text"]
     for name, values in whole["logprobs"].items():
         assert joined(made, name) == values
+    assert [each["choices"][0]["text"] for each in made] == ["bab", "", "a", ""]
     resumed = chunks(CompletionDialect, PARTS[1], begun=(2,), **asked)
-    assert resumed == made[1:]
+    assert resumed == made[2:]
+    prepared = Chunks(*call(CompletionDialect, **asked))
+    prepared.open(0)
+    assert prepared.of(0, PARTS[0]) == Chunks(*call(CompletionDialect, **asked)).of(0, PARTS[0])
 
 
 def test_an_echo_alone_is_one_chunk_with_the_prompt() -> None:

@@ -45,34 +45,25 @@ class Echo:
         """Return the logprobs of output with their offsets in the text that begins with the prompt."""
         return logprobs | {"text_offset": [len(self.text) + offset for offset in logprobs["text_offset"]]}
 
-    def before(
-        self,
-        logprobs: dict[str, Any],
-        entries: Sequence[TokenLogprob],
-        num_top: int,
-        name: Callable[[int], str],
+    def logprobs(
+        self, entries: Sequence[TokenLogprob], num_top: int, name: Callable[[int], str]
     ) -> dict[str, Any]:
-        """Return the logprobs of prompt and output together.
+        """Return the logprobs of the prompt, as completions have them.
 
         Nothing predicts the first token: its values are None.
 
         Args:
-            logprobs: of the output, as completions have them.
             entries: of each prompt token but the first.
             num_top: how many of the likeliest tokens are shown.
             name: writes a token.
         """
-        lists: dict[str, list[Any]] = {
+        tops = [
+            {name(token): max(logprob, LOWEST_LOGPROB) for token, logprob in entry.top[:num_top]} or None
+            for entry in entries
+        ]
+        return {
             "tokens": [name(token) for token in self.ids],
             "token_logprobs": [None, *(max(entry.logprob, LOWEST_LOGPROB) for entry in entries)],
-            "top_logprobs": [
-                None,
-                *(
-                    {name(token): max(logprob, LOWEST_LOGPROB) for token, logprob in entry.top[:num_top]}
-                    or None
-                    for entry in entries
-                ),
-            ],
+            "top_logprobs": [None, *tops],
             "text_offset": self.offsets,
         }
-        return {field: [*first, *logprobs[field]] for field, first in lists.items()}

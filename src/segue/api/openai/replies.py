@@ -17,6 +17,7 @@ from segue.api.openai.requests import Wanted
 from segue.api.openai.token_fields import PromptParts, token_name
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import LOWEST_LOGPROB, Output, RequestState
+from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.messages.requests import Finished
 
 encode = msgspec.json.Encoder().encode
@@ -119,7 +120,7 @@ class CompletionDialect:
 Dialect = ChatDialect | CompletionDialect
 
 
-class Choices:
+class ReplyChoices:
     """The choices of one call's answer, whole and in chunks, with the fields that the call asks for."""
 
     def __init__(
@@ -145,7 +146,11 @@ class Choices:
     def whole(self, index: int, output: Output) -> dict[str, Any]:
         """Return one entry of ``choices``, from a finished output."""
         assert output.end is not None
-        text, logprobs = self.shown(index, output, begins=True)
+        text, logprobs = output.text, self.logprobs(index, output)
+        if (echo := self.echo(index)) is not None:
+            text = echo.text + text
+            if logprobs is not None and (before := self.echoed_logprobs(index, echo)) is not None:
+                logprobs = {name: [*before[name], *logprobs[name]] for name in before}
         return {
             "index": index,
             **self.dialect.content(text),
@@ -159,36 +164,47 @@ class Choices:
         """Return the fields of a whole answer that say something about its one prompt, where it has one."""
         return {} if self.dialect.prompt_in_choice else self.parts.of_prompt(0)
 
-    def shown(self, index: int, output: Output, *, begins: bool) -> tuple[str, dict[str, Any] | None]:
-        """Return text and logprobs of output, with the prompt's before them if the call wants an echo.
-
-        ``begins``: it is the first output of its choice.
-        """
-        logprobs = self.dialect.logprobs(output) if self.has_logprobs else None
+    def echo(self, index: int) -> Echo | None:
+        """Return what shows a choice's prompt before its output; None: the call wants no echo."""
         if not self._wanted.shown.echo:
-            return output.text, logprobs
-        state, request = self._states[index], self._wanted.requests[index]
+            return None
         if (echo := self._echoes.get(index)) is None:
-            echo = self._echoes[index] = Echo.of(request.prompt, state.prompt_ids, self._table)
-        if logprobs is not None:
-            logprobs = echo.shifted(logprobs)
-            if begins:
-                num_top = request.options.logprobs
-                logprobs = echo.before(logprobs, state.prompt_logprobs, num_top, self._name)
-        return echo.text + output.text if begins else output.text, logprobs
+            prompt, ids = self._wanted.requests[index].prompt, self._states[index].prompt_ids
+            echo = self._echoes[index] = Echo.of(prompt, ids, self._table)
+        return echo
+
+    def logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
+        """Return the logprobs of output; None: the call wants none."""
+        if not self.has_logprobs:
+            return None
+        logprobs, echo = self.dialect.logprobs(output), self.echo(index)
+        return logprobs if echo is None else echo.shifted(logprobs)
+
+    def long_echoes(self) -> set[int]:
+        """Return the choices whose echo has many entries."""
+        if not self._wanted.shown.echo:
+            return set()
+        return {i for i, state in enumerate(self._states) if len(state.prompt_ids) > INLINE_ENTRIES}
+
+    def echoed_logprobs(self, index: int, echo: Echo) -> dict[str, Any] | None:
+        """Return the logprobs of a prompt; None: the call wants none."""
+        if not self.has_logprobs:
+            return None
+        num_top = self._wanted.requests[index].options.logprobs
+        return echo.logprobs(self._states[index].prompt_logprobs, num_top, self._name)
 
 
 class Chunks:
     """Encodes a stream's events; what does not change is encoded once."""
 
-    def __init__(self, choices: Choices, wanted: Wanted) -> None:
+    def __init__(self, choices: ReplyChoices, wanted: Wanted) -> None:
         """Encode what every chunk of the call begins and ends with."""
         self._choices = choices
         self._dialect = choices.dialect
         self._parts = choices.parts
         self._shows_tokens = choices.has_logprobs or choices.parts.shows_ids
-        # Whether a choice says something of its prompt before there is any output.
-        self._opens = wanted.shown.echo or (choices.parts.shows_ids and choices.dialect.prompt_in_choice)
+        self._long = choices.long_echoes()
+        self._openings: dict[int, bytes] = {}  # that were made before they are sent
         self._usage = wanted.usage_in_stream
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {
@@ -202,24 +218,47 @@ class Chunks:
     def of(self, index: int, output: Output) -> bytes:
         """Return the chunks for new output of choice ``index``, as events; empty if there is nothing to say.
 
-        A choice begins with its role (chat only), then comes text, and at the end the finish reason.
+        A choice begins with its role (chat only) or its prompt (where an echo is wanted), then comes text,
+        and at the end the finish reason.
         """
         data, parts = b"", self._parts
         begins = index not in self._begun
         if begins:
             self._begun.add(index)
-            if self._dialect.first_delta is not None:
-                ids = _members(parts.ids_of_prompt(index))
-                data = self._chunk(index, self._dialect.first_delta, common=ids)
-        if output.text or (self._shows_tokens and output.token_ids) or (begins and self._opens):
-            text, logprobs = self._choices.shown(index, output, begins=begins)
-            fields = parts.of_output(output.token_ids)
-            if begins and self._dialect.prompt_in_choice:
-                fields |= parts.ids_of_prompt(index)
-            data += self._chunk(index, self._dialect.delta(text), encode(logprobs), fields=_members(fields))
+            data = self._openings.pop(index, b"") or self._opening(index)
+        fields = parts.of_output(output.token_ids)
+        if begins and not data:
+            fields |= parts.ids_of_prompt(index)
+        if output.text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
+            logprobs = encode(self._choices.logprobs(index, output))
+            data += self._chunk(index, self._dialect.delta(output.text), logprobs, fields=_members(fields))
         if output.end is not None:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.client_reason))
         return data
+
+    def is_due(self, index: int) -> bool:
+        """Whether :meth:`of` would have long work with a prompt; :meth:`open` does it before."""
+        return index in self._long
+
+    def open(self, index: int) -> None:
+        """Make what a choice needs of its prompt; any thread may do so once the choice has output."""
+        self._long.discard(index)
+        if index in self._begun:
+            self._choices.echo(index)
+        else:
+            self._openings[index] = self._opening(index)
+
+    def _opening(self, index: int) -> bytes:
+        """Return the chunk that says something before the output: the role (chat only), or the echo."""
+        if self._dialect.first_delta is not None:
+            return self._chunk(
+                index, self._dialect.first_delta, common=_members(self._parts.ids_of_prompt(index))
+            )
+        if (echo := self._choices.echo(index)) is None:
+            return b""
+        logprobs = encode(self._choices.echoed_logprobs(index, echo))
+        fields = _members(self._parts.ids_of_prompt(index))
+        return self._chunk(index, self._dialect.delta(echo.text), logprobs, fields=fields)
 
     def usage(self, ends: Sequence[Finished]) -> bytes:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Raw, json
 
 from segue.api.request_fields import RequestFields
 from segue.errors import InvalidRequestError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import LOWEST_LOGPROB, RequestState
+
+_encode = json.Encoder().encode
 
 
 class TokenFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,27 +75,21 @@ def ids_of(state: RequestState) -> list[int]:
     return list(state.prompt_ids)
 
 
-def prompt_logprobs(state: RequestState, table: TokenTable, num_top: int) -> list[dict[int, Any] | None]:
-    """Return the logprobs of a prompt in vLLM's form.
+def prompt_logprobs(state: RequestState, table: TokenTable, num_top: int) -> list[Raw | None]:
+    """Return the logprobs of a prompt in vLLM's form, each entry as JSON.
 
     There is one object per token, by token id: the prompt's own token first, then the ``num_top`` likeliest
-    ones. Nothing predicts the first token: its entry is None. Of a token that is not one of the likeliest
-    the rank is not known: the least that it can be stands there, since clients sort by it.
+    ones. Nothing predicts the first token: its entry is None. As objects, the entries of a long prompt would
+    keep the garbage collector busy for a second, in which nobody else is served.
     """
-    found: list[dict[int, Any] | None] = [None]
+    found: list[Raw | None] = [None]
     for entry in state.prompt_logprobs:
-        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
-        values = {entry.token: entry.logprob, **dict(entry.top[:num_top])}
-        found.append(
-            {
-                token: {
-                    "logprob": max(logprob, LOWEST_LOGPROB),
-                    "rank": ranks.get(token, len(entry.top) + 1),
-                    "decoded_token": table.text(token),
-                }
-                for token, logprob in values.items()
-            }
-        )
+        others = [(token, p, rank) for rank, (token, p) in enumerate(entry.top[:num_top], 1)]
+        entries = {
+            token: {"logprob": max(p, LOWEST_LOGPROB), "rank": rank, "decoded_token": table.text(token)}
+            for token, p, rank in ((entry.token, entry.logprob, entry.rank), *others)
+        }
+        found.append(Raw(_encode(entries)))
     return found
 
 
