@@ -376,6 +376,17 @@ def shapes_by_the_million(sizes: ServerSizes) -> Body:
 
 
 @worst
+def names_of_a_million_tensors_in_vllms_form(sizes: ServerSizes) -> Body:
+    info = with_fields({"dtype_names": [], "shapes": []}, names=array(b'"model.w"', LIMIT // 2))
+    return "/update_weights", with_fields({}, update_info=info)
+
+
+@worst
+def requests_by_the_million_to_abort(sizes: ServerSizes) -> Body:
+    return "/abort_requests", with_fields({}, request_ids=array(b'"a"'))
+
+
+@worst
 def a_tensor_of_millions_of_bytes(sizes: ServerSizes) -> Body:
     payloads = b'["' + fill(b"AAAA") + b'"]'
     return "/update_weights_from_tensor", with_fields({}, serialized_named_tensors=payloads)

@@ -5,6 +5,7 @@ A process that uses torch, and nothing of Segue, repeats the calls of the other 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -176,6 +177,24 @@ def test_prime_rls_order_of_calls_changes_the_weights_under_running_requests(
     client.abort("running")
     assert len(running.result(30)["meta_info"]["weight_versions"]) == 2
     assert answers(client) == servers.expected[1]
+
+
+@pytest.mark.slow
+def test_slime_profiles_some_steps_of_every_rank(checkpoints: list[Path], tmp_path: Path) -> None:
+    options = ("--model", str(checkpoints[0]), "--tp", "2", "--profile-dir", str(tmp_path))
+    with serve(*options, *OPTIONS[:-1]) as served:
+        client = Client(served)
+        # backends/sglang_utils/sglang_engine.py:456 (start_profile) and :487 (stop_profile)
+        unset = {"output_dir": None, "start_step": None, "profile_by_stage": False, "with_stack": None}
+        asked = unset | {"num_steps": 3, "activities": ["CPU", "GPU"], "record_shapes": None}
+        assert client.http.post("/start_profile", json=asked).status_code == 200
+        assert client.http.post("/start_profile", json=asked).status_code == 400
+        assert answers(client)
+        files = post(client, "/stop_profile")["files"]
+        assert len(files) == 2 and all(
+            b"aten::" in gzip.decompress(Path(each).read_bytes()) for each in files
+        )
+        client.close()
 
 
 def trained(checkpoint: Path) -> Any:

@@ -19,7 +19,7 @@ def told(role: str, *, tp: int = 1, control_address: str | None = None) -> dict[
         role=role, control_address=control_address, ready=SimpleNamespace(limits=limits, dtype="bfloat16")
     )
     source = SimpleNamespace(tokenizer_directory=None)
-    runtime: Any = SimpleNamespace(manager=manager, config=SimpleNamespace(tp=tp), source=source)
+    runtime: Any = SimpleNamespace(manager=manager, config=SimpleNamespace(tp=tp, model=None), source=source)
     return engine_info._as_sglang(runtime)
 
 

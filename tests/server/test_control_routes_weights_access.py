@@ -35,6 +35,10 @@ def test_the_hub_and_other_calls() -> None:
 
 def test_the_route_refuses(tiny_model: Path) -> None:
     with LiveServer(tiny_model, host="0.0.0.0") as server:
-        response = server.client.post("/update_weights_from_disk", json={"model_path": "/etc/passwd"})
-    assert response.status_code == 400
-    assert "--weights-root" in response.json()["message"]
+        for path, body in (
+            ("/update_weights_from_disk", {"model_path": "/etc/passwd"}),
+            ("/update_weights", {"weight_dir": "/etc"}),
+        ):
+            response = server.client.post(path, json=body)
+            assert response.status_code == 400
+            assert "--weights-root" in response.json()["message"]

@@ -25,6 +25,7 @@ from segue.api.openai.requests import (
 from segue.api.token_generate import TokenGenerate, parse_token_call
 from segue.api.tokenization import MAX_IDS
 from segue.api.validation import Decoded, parse
+from segue.api.vllm import AbortRequests, UpdateWeights
 from segue.errors import ContextLengthError, InvalidRequestError, SegueError, UnsupportedFieldError
 from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
@@ -134,6 +135,17 @@ PREPARE = fields(
     },
 )
 DISTRIBUTED = BUCKET.flatmap(lambda bucket: fields({n: st.just(v) for n, v in bucket.items()}, {}))
+UPDATE = BUCKET.flatmap(
+    lambda bucket: fields(
+        {
+            "update_info": st.just(
+                {"names": bucket["names"], "dtype_names": bucket["dtypes"], "shapes": bucket["shapes"]}
+            )
+        },
+        {"weight_version": TEXTS, "extra": VALUES},
+    )
+)
+ABORTED = fields({"request_ids": STRINGS}, {"extra": VALUES})
 TENSOR = fields({"serialized_named_tensors": STRINGS}, {"load_format": TEXTS})
 
 
@@ -176,6 +188,10 @@ def weights(name: str) -> tuple[Callable[[Any], Any], Callable[[ServedModel], Sh
     return partial(parse, kind), partial(control, kind)
 
 
+def updates(body: Any) -> Any:
+    return parse(UpdateWeights, body).operation()
+
+
 FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]] = [
     (CHAT, chats, chat),
     (COMPLETION, completions, completion),
@@ -184,8 +200,12 @@ FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]]
     (PREPARE, *weights("prepare_weights_update")),
     (DISTRIBUTED, *weights("update_weights_from_distributed")),
     (TENSOR, *weights("update_weights_from_tensor")),
+    (UPDATE, updates, partial(control, UpdateWeights)),
+    (ABORTED, partial(parse, AbortRequests), partial(control, AbortRequests)),
 ]
-NAMES_OF_FAMILIES = ["chat", "completion", "generate", "tokens", "prepare", "distributed", "tensor"]
+NAMES_OF_FAMILIES = [
+    *("chat", "completion", "generate", "tokens", "prepare", "distributed", "tensor", "update", "aborted"),
+]
 
 
 @pytest.fixture(params=[(5, 1 << 20), (20, 1 << 20), (5, 0), (20, 60)], ids=str)
@@ -316,6 +336,22 @@ def test_too_many_tensors_and_wrong_ones_are_refused_by_name(field: str, value: 
     _, shape = weights("prepare_weights_update")
     with pytest.raises(InvalidRequestError, match=words):
         right(shape, b'{"%b": %b}' % (field.encode(), value))
+
+
+def test_what_vllms_calls_may_have_is_bounded_too() -> None:
+    with pytest.raises(InvalidRequestError, match="request_ids has 20000 items or more; at most 16384"):
+        right(partial(control, AbortRequests), b'{"request_ids": %b}' % many('"a"', LARGE))
+    for value, words in (
+        (b'{"names": %b}' % many("1", LARGE), "names: expected a list of strings"),
+        (b'{"dtype_names": %b}' % many('"a"', MAX_TENSORS + 1), f"at most {MAX_TENSORS}"),
+        (many("1", LARGE), "update_info: expected an object"),
+        (b'{"extra": %b}' % many("1", LARGE), None),
+    ):
+        if words is None:
+            right(partial(control, UpdateWeights), b'{"update_info": %b}' % value)
+            continue
+        with pytest.raises(InvalidRequestError, match=words):
+            right(partial(control, UpdateWeights), b'{"update_info": %b}' % value)
 
 
 def test_shapes_by_the_million_are_refused_by_their_number() -> None:

@@ -48,4 +48,4 @@ class ProfileRequest(Struct, frozen=True, kw_only=True):
                 else "output_dir is empty; leave it out",
                 param="output_dir",
             )
-        return os.path.join(place, f"segue-{time.time():.3f}")
+        return os.path.join(place, f"segue-{time.time():.3f}-{os.getpid()}")

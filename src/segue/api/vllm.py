@@ -18,11 +18,13 @@ from segue.messages.weight_operations import (
     Version,
 )
 
+MAX_ABORTED = 1 << 14  # ids in one call; none at all means every request
+
 
 class AbortRequests(Struct, frozen=True, kw_only=True):
     """``POST /abort_requests``: the ids as replies have them; none: all requests."""
 
-    request_ids: list[str] | None = None
+    request_ids: Annotated[list[str], Meta(max_length=MAX_ABORTED)] | None = None
 
 
 class ResetPrefixCache(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from segue.api import token_generate as tokens
 from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
-from segue.api.vllm import UpdateInfo
+from segue.api.vllm import MAX_ABORTED, UpdateInfo
 from segue.errors import InvalidRequestError, SegueError, short_repr
 from segue.frontend.sampling_options import MAX_STOPS, check_num_entries
 from segue.frontend.tokenizer import ServedModel, check_prompt_len
@@ -48,10 +48,11 @@ RULES = {  # what fields that may be large are, in words
     "stop_token_ids": "a list of token ids",
     "buckets": "a list of buckets",
     "update_info": "an object of names, dtype_names and shapes",
-    "dtype_names": "a list of strings",
     "shapes": "a list of lists of sizes",
     "checksums": "an object of names and integers of 64 bits",
-    **dict.fromkeys(("names", "dtypes", "serialized_named_tensors"), "a list of strings"),
+    **dict.fromkeys(
+        ("names", "dtypes", "dtype_names", "request_ids", "serialized_named_tensors"), "a list of strings"
+    ),
 }
 
 
@@ -336,6 +337,7 @@ _UPDATE_INFO = Shape(
     refused=frozenset(("ipc_handles", "ipc_handles_pickled")),
 )
 _CONTROL: dict[str, Decode] = {
+    "request_ids": partial(_strings, "request_ids", MAX_ABORTED),
     "update_info": lambda data: Decoded(decode_fields(data, _UPDATE_INFO)),
     "buckets": _all_buckets,
     "names": _names,

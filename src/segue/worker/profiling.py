@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from segue.logs import logger
 from segue.messages.control import SchedulerMessage
 from segue.messages.profile import (
+    Activity,
     BeginTrace,
     EndTrace,
     ProfileAnswer,
@@ -117,11 +118,15 @@ class RankProfiler:
     """Traces the steps of one rank, with torch's profiler; executes each `ProfileCommand`."""
 
     def __init__(self, runner: ModelRunner, send: Callable[[Traced], None]) -> None:
-        """``send`` is called from any thread."""
+        """Prepare torch's profiler: its first trace in a process takes seconds to begin.
+
+        ``send`` is called from any thread.
+        """
         self._runner = runner
         self._send = send
         self._trace: Any = None  # torch's profiler; None: nothing is traced
         self._file = Path()
+        runner.on_stream(lambda: self._end(self._traced(["CPU", "GPU"])))
 
     def handle(self, command: ProfileCommand) -> None:
         """Execute a command, and reply: to the end of a trace once a thread has written it.
@@ -142,22 +147,21 @@ class RankProfiler:
             self._reply(command, error)
 
     def _begin(self, command: BeginTrace) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
         self._file = Path(f"{command.path}-rank{self._runner.tp.rank}.pt.trace.json.gz")
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._trace = self._traced(command.activities, command.record_shapes, command.with_stack)
+
+    def _traced(self, activities: Sequence[Activity], shapes: bool = False, stack: bool = False) -> Any:
+        """Returns a profiler that has begun; on a CPU there is but one kind of activity."""
+        from torch.profiler import ProfilerActivity, profile
+
         on_gpu = self._runner.device.type == "cuda"
-        activities = [ProfilerActivity.CPU] if "CPU" in command.activities or not on_gpu else []
-        if "GPU" in command.activities and on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        trace = profile(
-            activities=activities,
-            record_shapes=command.record_shapes,
-            with_stack=command.with_stack,
-            acc_events=True,
-        )
+        kinds = [ProfilerActivity.CPU] if "CPU" in activities or not on_gpu else []
+        if "GPU" in activities and on_gpu:
+            kinds.append(ProfilerActivity.CUDA)
+        trace = profile(activities=kinds, record_shapes=shapes, with_stack=stack, acc_events=True)
         trace.start()
-        self._trace = trace
+        return trace
 
     def _end(self, trace: Any) -> None:
         import torch
