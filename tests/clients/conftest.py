@@ -12,5 +12,5 @@ from tests.clients.environments import interpreter
 
 @pytest.fixture(scope="session")
 def client_python() -> Callable[[str], Path]:
-    """Gives the Python of an environment by its name, and skips the test if `make clients` has not made it."""
+    """Gives the Python of an environment by its name; skips the test if `make clients` did not make it."""
     return interpreter

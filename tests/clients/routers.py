@@ -37,13 +37,13 @@ class RouterProgram:
     environment: str
     module: str
     flags: tuple[str, ...]
-    loads: Callable[[Any], Mapping[str, int]] | None  # reads its `/get_loads`; None: it cannot read Segue's loads
+    loads: Callable[[Any], Mapping[str, int]] | None  # reads its `/get_loads`; None: it has none of Segue's
     tokens: bool  # whether it passes token ids on: `/inference/v1/generate`, and prompts of `/v1/completions`
     native_seeds: bool = True  # whether it passes `sampling_seed` of `/generate` on, and does not drop it
 
 
-# The engines take turns. What fails at an engine is tried again at another one, and an engine where two requests
-# have failed, or a probe, gets no more; it gets requests again after a good probe, which comes every second.
+# The engines take turns. What fails at an engine is tried again at another one, and an engine where two
+# requests have failed, or a probe, gets no more until a probe, which comes every second, succeeds.
 FLAGS = (
     *("--policy", "round_robin"),
     *("--cb-failure-threshold", "2", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"),
@@ -57,8 +57,8 @@ SGLANG_ROUTER = RouterProgram(
     loads=_token_loads,
     tokens=False,
 )
-# It reads the loads of an older SGLang, and so has none of Segue's, as it has none of vLLM's. Of `/generate` it drops
-# most fields that it does not know.
+# It reads the loads of an older SGLang, and so has none of Segue's, as it has none of vLLM's. Of `/generate`
+# it drops what it does not know.
 VLLM_ROUTER = RouterProgram(
     environment="vllm-router",
     module="vllm_router.launch_router",
@@ -67,8 +67,8 @@ VLLM_ROUTER = RouterProgram(
     tokens=True,
     native_seeds=False,
 )
-# It takes Segue for vLLM, as `/version` answers, and reads the loads from `/metrics`. Without the last flag it leaves
-# out an engine with eight waiting requests, whatever the policy.
+# It takes Segue for vLLM, as `/version` answers. Without the last flag it leaves out an engine with eight
+# waiting requests, whatever the policy.
 SMG = RouterProgram(
     environment="smg",
     module="smg.launch_router",
@@ -85,7 +85,8 @@ def running(program: RouterProgram, engines: Sequence[str], log: Path) -> Iterat
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [str(interpreter(program.environment)), "-m", program.module, "--worker-urls", *engines]
     command += ["--host", "127.0.0.1", "--port", str(port), *program.flags]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]  # else 29000 everywhere
+    # Else vllm-router and smg show their metrics on port 29000 of every address.
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
     with log.open("w") as file, start_child(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
             until_healthy(url, len(engines), process)
