@@ -14,8 +14,10 @@ from tests.clients.environments import command
 from tests.server.live import LiveServer
 
 PROGRAMS = Path(__file__).with_name("programs")
-# Its reply ends with the engine, so no request to it would return.
-EXCLUDED = ("/watch",)
+EXCLUDED = (
+    "/watch",  # its reply ends with the engine, so no request would return
+    "/weights_checker",  # one of its actions overwrites every weight, and then all requests wait for new ones
+)
 MIN_CASES = 1000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,7 +42,8 @@ def test_a_live_engine_keeps_to_its_description(tiny_model: Path, tmp_path: Path
             "SEGUE_MODEL": name,
         }
         run = [*st, "--config-file", str(PROGRAMS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
-        run += ["--checks", "all", "--request-timeout", "20", "--seed", "1", "--max-examples", "20"]
+        run += ["--checks", "all", "--request-timeout", "20", "--seed", "1"]
+        run += ["--phases", "coverage,fuzzing", "--max-examples", "5"]
         run += [argument for path in EXCLUDED for argument in ("--exclude-path", path)]
         done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=800)
         assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]

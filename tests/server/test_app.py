@@ -17,6 +17,7 @@ ASK = {"model": MODEL, "max_tokens": 4}
 CHAT = {**ASK, "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = {**ASK, "prompt": "Hello"}
 NATIVE = {"sampling_params": {"max_new_tokens": 4}}
+NATIVE_IDS = {"sampling_params": {"max_tokens": 4, "logprobs": 1}}
 NO_CONTENT = {"/abort_request"}
 # Method, path as it is sent, body, status.
 CALLS: list[tuple[str, str, Any, int]] = [
@@ -35,6 +36,14 @@ CALLS: list[tuple[str, str, Any, int]] = [
     ("POST", "/generate", {**NATIVE, "text": ["Hello", "World"], "return_logprob": True}, 200),
     ("POST", "/generate", {**NATIVE, "text": "Hello", "stream": True}, 200),
     ("POST", "/generate", NATIVE, 400),
+    ("POST", "/inference/v1/generate", {"token_ids": [5, 6], **NATIVE_IDS}, 200),
+    ("POST", "/inference/v1/generate", {}, 400),
+    ("POST", "/tokenize", {"prompt": "Hello"}, 200),
+    ("POST", "/tokenize", {}, 400),
+    ("POST", "/detokenize", {"tokens": [5]}, 200),
+    ("POST", "/detokenize", {}, 400),
+    ("POST", "/v1/chat/completions/render", CHAT, 200),
+    ("POST", "/v1/completions/render", TEXT, 200),
     ("POST", "/abort_request", {"rid": "none"}, 200),
     ("POST", "/pause_generation", {"mode": "in_place"}, 200),
     ("GET", "/is_paused", None, 200),

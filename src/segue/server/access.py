@@ -25,7 +25,7 @@ from segue.api.schema import openapi, with_errors
 from segue.api.shapes import NativeError, OpenAIError
 from segue.errors import AuthenticationError, SegueError
 from segue.http_guard import Headers, HttpGuard
-from segue.server.responses import error_response
+from segue.server.responses import OPENAI_PATHS, error_response
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]  # what answers a request, a `Response` for example
 
@@ -118,9 +118,9 @@ class GuardedRoute(Route):
         # Starlette's pattern ends with `$`, which matches before a newline at the end too.
         self.path_regex = re.compile(self.path_regex.pattern.removesuffix("$") + r"\Z")
         self.access = group.access
-        self.allowed = self.methods  # those of all routes of this path; `join_methods` adds the others'
+        self.allowed = {method}  # those of all routes of this path; `join_methods` adds the others'
         self.description: dict[str, Any] | None = None  # OpenAPI's; None: the route is hidden there
-        self.error_form = group.error_form or (OpenAIError if path.startswith("/v1/") else NativeError)
+        self.error_form = group.error_form or (OpenAIError if path.startswith(OPENAI_PATHS) else NativeError)
         self._refusal = group.refusal
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,7 +221,7 @@ def _errors_of(access: Access, method: str, path: str) -> set[int]:
         statuses |= {401, 403}
     if method == "POST":
         statuses |= {408, 413, 415}
-    return statuses | ({404} if path.startswith("/v1/") else set())
+    return statuses | ({404} if path.startswith(OPENAI_PATHS) else set())
 
 
 def describe(title: str, routes: Iterable[BaseRoute], root_path: str = "") -> dict[str, Any]:

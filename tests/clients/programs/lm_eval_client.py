@@ -37,7 +37,7 @@ TASKS = {
     "choices": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer",
     "words": 'output_type: loglikelihood\ndoc_to_target: "{{choices[answer]}}"\nmetric_list: [{metric: acc}]',
     "rolling": (
-        'output_type: loglikelihood_rolling\ndoc_to_target: "{{text}}{{choices[2] or choices[0]}}"\n'
+        'output_type: loglikelihood_rolling\ndoc_to_target: "{{text}}{{choices[0]}}"\n'
         "metric_list: [{metric: word_perplexity}]"
     ),
     "text": (
@@ -51,7 +51,7 @@ TASKS = {
 def write_tasks() -> TaskManager:
     scratch = Path(SCRATCH)
     data = scratch / "data.jsonl"
-    rows = [{"text": t, "choices": [*c, ""][:3], "answer": a} for t, c, a in LINES]
+    rows = [{"text": t, "choices": c, "answer": a} for t, c, a in LINES]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, lines in TASKS.items():
         (scratch / f"{name}.yaml").write_text(f"task: segue_{name}\n{COMMON % data}\n{lines}\n")
