@@ -60,10 +60,13 @@ def transformers_imports_torch() -> bool:
 def log_is_seen_again() -> Iterator[None]:
     """A command or a server that ran in this process keeps the log to itself; later tests look into it.
 
-    Pytest would also see each record of such a logger twice where a test lets it propagate.
+    Pytest would also see each record of such a logger twice where a test lets it propagate. And what such a
+    command wanted to be told, at its level, later tests do not expect.
     """
     yield
-    logging.getLogger("segue").propagate = True
+    logger = logging.getLogger("segue")
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
     logging.captureWarnings(False)
     sys.excepthook = sys.__excepthook__
     root = logging.getLogger()

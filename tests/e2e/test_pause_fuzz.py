@@ -40,7 +40,10 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
         assert client.flush(timeout=5).status_code == 200
         end = client.state()
         print(f"{seconds:g} s, {end['num_preemptions']} preemptions: {dict(sorted(fuzzed.counts.items()))}")
-        totals = ("num_generated_tokens", "num_steps", "num_preemptions", "eager", "last_gen_throughput")
+        totals = (
+            *("num_generated_tokens", "num_steps", "num_preemptions", "num_flushes", "eager"),
+            "last_gen_throughput",
+        )
         assert {name: end[name] for name in end if name not in totals} == {
             name: start[name] for name in start if name not in totals
         }

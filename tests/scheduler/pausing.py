@@ -53,6 +53,7 @@ class PausingSimulation(Simulation):
         self.owed: dict[int, Pause | Continue | Flush] = {}  # calls that have no answer yet
         self.answers: dict[int, Paused | Continued | Flushed] = {}
         self.flush_deadlines: dict[int, float] = {}
+        self.was_held = False  # when the answers that are taken now were made
         self.user: PauseMode | None = None  # the mode of the user's hold
         self.ends_at: float | None = None  # when the user's hold ends by itself
         self.committing = False
@@ -231,6 +232,7 @@ class PausingSimulation(Simulation):
         if self.ends_at is not None and self.now >= self.ends_at:
             self.user = self.ends_at = None
         self._after(settle=False)
+        self.was_held = self.mode is not None  # several flushes may be answered under the hold of one
         for message in self.control.advance(self.now):
             self._take(message)
         self.settled = True
@@ -265,7 +267,7 @@ class PausingSimulation(Simulation):
         assert type(message) is ANSWERS[type(call)]
         self.answers[message.call] = message
         if isinstance(message, Flushed):
-            self._on_flushed(message)  # while its own hold still counts
+            self._on_flushed(message)
         del self.owed[message.call]
         if isinstance(message, Paused):
             self._on_paused(call, message)
@@ -294,7 +296,7 @@ class PausingSimulation(Simulation):
             return
         assert not self.results, "flushed while a step is in flight"
         assert not scheduler.running, "flushed the KV of a running request"
-        assert not scheduler.waiting or self.mode is not None, "flushed although requests wait"
+        assert not scheduler.waiting or self.was_held, "flushed although requests wait"
         assert len(resources.free_pages) == self.limits.num_pages
         assert len(resources.free_slots) == self.limits.max_running_requests
         assert (resources.prefix.num_pages, scheduler.num_decode_steps) == (0, 0)

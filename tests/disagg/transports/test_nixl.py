@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -233,7 +234,8 @@ def test_an_idle_reader_and_writer_leave_the_cores_alone(
 
 
 def test_without_the_library_an_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "LIBRARIES", ("nixl_of_tomorrow",))
+    tomorrow = replace(nixl_agent.NIXL, modules=("nixl_of_tomorrow",))
+    monkeypatch.setattr(nixl_agent, "NIXL", tomorrow)
     with pytest.raises(ConfigError, match=r"pip install 'segue\[nixl\]', or use --pd-transport shm"):
         Sender(filled_pool(shape_of_pool()), make=NixlTransport)
     with pytest.raises(ConfigError, match="nixl_of_tomorrow"):
