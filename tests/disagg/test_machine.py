@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -62,12 +63,17 @@ def update_one_after_the_other(cluster: Cluster, steps: int) -> None:
                 cluster.act(faults=False, times=(0.01, 0.3, 1.0))
 
 
-@pytest.mark.parametrize("seed", range(60))
+def seeds(num: int, num_slow: int) -> list[Any]:
+    """Returns the seeds of so many runs, and of more in the soak."""
+    return [*range(num), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(num, num_slow))]
+
+
+@pytest.mark.parametrize("seed", seeds(24, 60))
 def test_every_request_ends_once_and_no_page_is_lost_or_written_by_a_stranger(seed: int) -> None:
     run(seed, 150)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(16, 40))
 def test_no_request_fails_for_a_change_of_roles(seed: int) -> None:
     random = Random(seed)
     cluster = Cluster(random, num_prefill=2, num_decode=2)
@@ -106,7 +112,7 @@ def test_a_prefill_step_of_half_a_minute_costs_no_lease(seconds: float) -> None:
     assert decode.scheduler.handover.counters().num_adopted == 1
 
 
-@pytest.mark.parametrize("seed", [*range(60), 119, 207, 251, 276])  # in the last ones pages are dropped
+@pytest.mark.parametrize("seed", [*seeds(24, 60), 119, 207, 251, 276])  # in the last ones pages are dropped
 def test_the_same_where_nothing_proves_that_a_writer_has_gone(seed: int) -> None:
     run(seed, 150, "nixl")
 

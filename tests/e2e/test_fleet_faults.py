@@ -385,7 +385,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRuns]:
     [
         pytest.param("granted", "d0", "SIGSTOP, at last SIGKILL", marks=pytest.mark.slow),
         ("pushing", "p0", "SIGKILL"),
-        ("decoding", "router", "SIGKILL"),
+        pytest.param("decoding", "router", "SIGKILL", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault(runs: FaultRuns, stage: str, server: str, fault: str) -> None:

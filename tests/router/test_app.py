@@ -6,6 +6,7 @@ import pytest
 
 from segue.router.app import create_router_app
 from segue.router.config import RouterConfig
+from segue.router.entry import LEFT
 from tests.router.fake_servers import STREAM, FakeWorker, routed, run, until
 from tests.router.test_relay import begin_only
 
@@ -108,8 +109,12 @@ def test_an_idle_worker_is_removed_at_once() -> None:
     async def test() -> None:
         worker = FakeWorker()
         async with routed(worker) as router:
+            await router.http.post("/generate", json=STREAM)
+            assert router.registry.counters.requests == {(worker.id, "answered"): 1}
             await router.http.delete(f"/workers/{worker.id}")
             assert not list(router.registry)
+            # Not by its id any more: engines come and go for weeks, and each has another one.
+            assert router.registry.counters.requests == {(LEFT, "answered"): 1}
             assert (await router.http.delete(f"/workers/{worker.id}")).status_code == 404
 
     run(test())

@@ -16,6 +16,7 @@ from segue.router.upstream import Upstream
 from segue.router.upstream_connection import UpstreamConnection
 
 NOT_REACHED = "the router has not reached it yet"
+LEFT = "left"  # in place of the ids of workers that have left
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +120,8 @@ class SentRequest:
 class RouterCounters:
     """Totals since the start."""
 
-    requests: dict[tuple[str, LegEnd], int] = field(default_factory=dict)  # by worker and end
+    # By worker and end; those of all workers that have left are counted together, as of `LEFT`.
+    requests: dict[tuple[str, LegEnd], int] = field(default_factory=dict)
     retries: int = 0  # further attempts of requests whose clients had nothing yet
     resumes: int = 0  # further attempts of the others
     second_claims: int = 0  # of both, those at a decode worker that claimed KV that was still offered
@@ -128,6 +130,15 @@ class RouterCounters:
     waits: int = 0  # requests that waited for a worker to take another one's place
     refused: int = 0  # requests that no worker could take
     control: dict[tuple[str, str], int] = field(default_factory=dict)  # by route and "done" or "failed"
+
+    def count_end(self, worker: str, end: LegEnd, number: int = 1) -> None:
+        """Count ends of requests."""
+        self.requests[worker, end] = self.requests.get((worker, end), 0) + number
+
+    def note_left(self, worker: str) -> None:
+        """Count what a worker has had for `LEFT`: workers come and go without end, and have new names."""
+        for key in [key for key in self.requests if key[0] == worker]:
+            self.count_end(LEFT, key[1], self.requests.pop(key))
 
     def count_control(self, route: str, is_done: bool) -> None:
         """Count an operation that was sent to all workers; ``is_done``: all of them did it."""

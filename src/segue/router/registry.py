@@ -18,7 +18,7 @@ from segue.messages.fleet import Role
 from segue.router.breaker import LegEnd, judge
 from segue.router.choice import Ask, Decision, Refuse, RoutingRules
 from segue.router.decide import decide, second_claim
-from segue.router.entry import Elsewhere, RouterCounters, SentRequest, WorkerEntry
+from segue.router.entry import LEFT, Elsewhere, RouterCounters, SentRequest, WorkerEntry
 from segue.router.fleet import NOTHING_HELD, Assignment, CacheName, FleetSnapshot, Held, Holds, WorkerView
 from segue.router.index import Keys, PrefixIndex
 from segue.router.prompts import SEVERAL, RequestFacts
@@ -88,6 +88,7 @@ class Registry:
         entry.upstream.abort_all("cut", text)
         self.holds.drop(entry.id)
         self.index.forget(entry.id)
+        self.counters.note_left(entry.id)
 
     def num_requests(self, worker: str | None = None) -> int:
         """Returns the requests in flight on a worker, on all of them for None; of all processes together."""
@@ -224,8 +225,7 @@ class Registry:
         """Count the end of a request, whichever it was; ``status`` and ``code`` are of its reply."""
         entry = sent.entry
         self.holds.release(sent.hold)
-        key = entry.id, end
-        self.counters.requests[key] = self.counters.requests.get(key, 0) + 1
+        self.counters.count_end(entry.id if self._entries.get(entry.id) is entry else LEFT, end)
         if entry.view is not None:
             verdict = judge(end, status, code)
             breaker = entry.view.breaker.ended(verdict, sent.probe, time.monotonic())
