@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 
 from bench import launch, report
-from bench.client import StreamingRequest, clock
 from bench.router_fleet import cpu_s
+from segue.bench.client import StreamingRequest, clock
 from segue.checkpoint.source import resolve
 from segue.config import default_cache_dir
 
