@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped
     port = launch.free_port()
     options = {
         "model": str(resolve(None, "auto", default_cache_dir()).directory),

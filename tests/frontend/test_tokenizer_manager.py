@@ -332,6 +332,7 @@ def test_an_alias_aborts_the_requests_of_every_call_that_has_it(bench: Bench) ->
         ]
         bench.step(("b1", 70), finished=(ended("b1", 1),))
         del bench.sent[:]
+        assert bench.manager.num_of(["same", "a", "b", "x"]) == 3, "a, b0 and the one with that id, each once"
         made[3].close()  # a client that leaves aborts its own request alone, whatever others call theirs
         assert bench.sent == [Abort("same")]
         bench.manager.abort("same", message="enough")

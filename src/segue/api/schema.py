@@ -104,15 +104,20 @@ def openapi(
     if root_path:
         document["servers"] = [{"url": root_path}]
     forms = list(error_forms)
-    if not forms:
-        return document
+    if forms:
+        document["components"] = _error_components(forms)
+    return document
+
+
+def _error_components(forms: list[type[msgspec.Struct]]) -> dict[str, Any]:
+    """The forms of errors and the replies with them, which routes refer to."""
     responses = {
         f"{form.__name__}{status}": {"description": text, "content": _content_of(form)}
         for form in forms
         for status, text in ERRORS.items()
     }
     schemas = {form.__name__: _schema(form) for form in forms}
-    return document | {"components": {"schemas": schemas, "responses": responses}}
+    return {"schemas": schemas, "responses": responses}
 
 
 def swagger_page(title: str) -> str:

@@ -8,21 +8,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import structs
 
-from segue.bootstrap_hosts import FAKE_HOST, BootstrapHosts
+from segue.bootstrap_hosts import BootstrapHosts
 from segue.errors import (
     InvalidRequestError,
     OverloadedError,
     PoisonedError,
-    RoleChangedError,
     SegueError,
     WeightsReleasedError,
-    WrongRoleError,
     error_of,
 )
 from segue.failover.life import Life
 from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
-from segue.frontend.handing_over import goes_on_elsewhere
+from segue.frontend.handing_over import Handoffs, goes_on_elsewhere
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import DEFAULT_MAX_LOGPROBS, RequestLimits
@@ -98,7 +96,7 @@ class TokenizerManager:
         )
         self.thread_pool = ThreadPool()
         self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
-        self._bootstrap_hosts, self._bootstrap_port = bootstrap_hosts, bootstrap_port
+        self._handoffs = Handoffs(bootstrap_hosts, bootstrap_port)
         self._life = life
         self._send = send
         self.calls = ControlCalls(send, life)
@@ -139,7 +137,9 @@ class TokenizerManager:
         created = time.monotonic()
         await self._end_earlier_leg(requests)
         self._check_rids(requests, batch_id, is_canary)
-        handoffs = [self._handoff(request) for request in requests]
+        handoffs = [
+            self._handoffs.of(request, role=self.role, first_role=self.ready.role) for request in requests
+        ]
         self._admission.check(len(requests), len(self._arriving), self.stats.counters)
         generation = Generation(len(requests), self._abort_each, requests[0].leg if requests else "")
         rids = [request.rid for request in requests]
@@ -231,46 +231,13 @@ class TokenizerManager:
             raise
         self._admission.num_sent += 1
 
-    def _handoff(self, request: GenerateRequest) -> Handoff | None:
-        """Return which part of a request this engine does; a bootstrap leaves that to the engine's role."""
-        bootstrap = request.bootstrap
-        if bootstrap is None or bootstrap.host == FAKE_HOST:
-            if request.handoff is not None and request.handoff.peer:
-                self._bootstrap_hosts.check_peer(request.handoff.peer)
-            return request.handoff
-        if self.role == "both" and self.ready.role != "both":  # who sends it may not know yet
-            raise RoleChangedError(
-                f"bootstrap_room={bootstrap.room}: this engine's role has changed to both, so it hands no "
-                "KV over any more; send the request to another engine"
-            )
-        if self.role == "both":
-            raise WrongRoleError(
-                f"bootstrap_room={bootstrap.room}: this engine hands no KV over; start it with --role "
-                "prefill or --role decode, or leave the bootstrap fields out",
-                param="bootstrap_room",
-            )
-        if self.role == "prefill":
-            return Handoff(id=bootstrap.room, part="prefill")
-        host, port = (
-            bootstrap.host.removeprefix("[").removesuffix("]"),
-            bootstrap.port or self._bootstrap_port,
-        )
-        if not port:
-            text = (
-                "bootstrap_port is missing, and this engine's --disaggregation-bootstrap-port is 0; give it"
-            )
-            raise InvalidRequestError(text, param="bootstrap_port")
-        self._bootstrap_hosts.check(host, port)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return Handoff(id=bootstrap.room, part="decode", peer=address, whole=True)
-
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch, all of an alias, or all; readers get the output so far.
 
         An unknown rid has no effect.
         """
         if not abort_all:
-            self._abort_each(self._batches.get(rid, {rid}) | self._aliases.get(rid, set()), message)
+            self._abort_each(self._named([rid]), message)
         elif self._life.error is None:
             self._abort_arriving(self._arriving, message)
             self._send(Abort(abort_all=True, message=message))
@@ -302,10 +269,16 @@ class TokenizerManager:
         """The number of requests in flight."""
         return len(self._states) + len(self._arriving)
 
-    def num_of(self, rid: str) -> int:
-        """The number of requests in flight that an id means: a request's own, or a batch's."""
-        rids = self._batches.get(rid, {rid})
-        return sum(each in self._states or each in self._arriving for each in rids)
+    def num_of(self, ids: Iterable[str]) -> int:
+        """The number of requests in flight that ids mean, as :meth:`abort` takes them."""
+        return sum(each in self._states or each in self._arriving for each in self._named(ids))
+
+    def _named(self, ids: Iterable[str]) -> set[str]:
+        """The rids that ids mean: those of a batch, those that share an alias, or a request's own."""
+        found: set[str] = set()
+        for each in ids:
+            found |= self._batches.get(each, {each}) | self._aliases.get(each, set())
+        return found
 
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
