@@ -1,7 +1,8 @@
 """A worker process without a model: the real scheduler and loop, with a runner that repeats the prompt.
 
 It is the worker command of an engine. Environment variables make it slow or make it fail: ``FAKE_STEP_S`` is
-the seconds per step, ``FAKE_START`` is ``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
+the seconds per step (ten times as many while the file ``FAKE_SLOW_WHILE`` exists), ``FAKE_START`` is
+``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
 ``FAKE_STALL_AT_STEP`` is one that never ends.
 ``FAKE_WAKE`` is what rank ``FAKE_WAKE_RANK`` (0) does when it is to wake: ``sleep`` for ever, ``gil``: the
 same while it holds the GIL, ``stop`` itself, or ``fail``. ``FAKE_TOKEN`` is added to every output token.
@@ -86,11 +87,13 @@ class EchoRunner(FakeRank):
         # slot -> prompt, logprobs, alternatives of prompt tokens
         self._slots: dict[int, tuple[list[int], int, int]] = {}
         self._step_s = float(os.environ.get("FAKE_STEP_S", "0"))
+        self._slow_while = os.environ.get("FAKE_SLOW_WHILE")
         self._stall_at = int(os.environ.get("FAKE_STALL_AT_STEP", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
 
     def forward_batch(self, plan: StepPlan) -> Done:
-        time.sleep(self._step_s)
+        is_slow = self._slow_while is not None and os.path.exists(self._slow_while)
+        time.sleep(self._step_s * (10 if is_slow else 1))
         if plan.step == self._stall_at:
             threading.Event().wait()
         if plan.step == self._exit_at:
