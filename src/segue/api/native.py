@@ -8,22 +8,23 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct, json
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.growing_json import GrowingList, GrowingText
 from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
-from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output
+from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output, RequestState
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer_manager import TokenizerManager
-from segue.messages.requests import Finished
+from segue.messages.requests import Finished, TokenLogprob
 
 RULES = {
     "text": "a string or a list of strings",
@@ -41,6 +42,7 @@ NAMES = {
     "logprobs": "top_logprobs_num",
     "keep_stop": "no_stop_trim",
 }
+encode = json.Encoder().encode
 
 
 class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
@@ -209,6 +211,16 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
     )
 
 
+@dataclass(slots=True)
+class _Grown:
+    """What a stream's events have said so far of one request, as JSON."""
+
+    text: GrowingText = field(default_factory=GrowingText)
+    ids: GrowingList = field(default_factory=GrowingList)
+    logprobs: dict[str, GrowingList] = field(default_factory=dict)  # by field
+    num_prompt_logprobs: int = 0  # that are part of them
+
+
 class NativeReplies:
     """The replies to the requests of one call; texts and ids are cumulative, as SGLang's are."""
 
@@ -216,6 +228,7 @@ class NativeReplies:
         self._manager = manager
         self._call = call
         self._generation = generation
+        self._grown: dict[int, _Grown] = {}  # of the requests that are streamed as JSON, and have not ended
 
     async def result(self) -> tuple[Any, int]:
         """The finished reply, a list for a batch; and its number of entries: replies, tokens and logprobs."""
@@ -232,40 +245,98 @@ class NativeReplies:
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
         """The reply as it grows; in a batch each update has its prompt's ``index``."""
         async for index, _ in self._generation.updates():
-            yield self.update(index)
+            reply = self._reply(index, self._generation.states[index].whole())
+            yield reply | {"index": index} if self._call.batch_id is not None else reply
 
-    def update(self, index: int) -> dict[str, Any]:
-        """Return one update: the reply to request ``index`` as far as it is known."""
-        reply = self._reply(index, self._generation.states[index].whole())
-        return reply | {"index": index} if self._call.batch_id is not None else reply
+    def update_json(self, index: int, output: Output) -> bytes:
+        """Return one of :meth:`updates` as JSON.
+
+        ``output`` is what is new of request ``index`` since the last call with it; the first call finds by
+        itself what came before, which another engine may have sent to the client.
+        """
+        state, grown = self._generation.states[index], self._grown.get(index)
+        begins = grown is None
+        if grown is None:
+            grown, output = _Grown(), state.whole()
+            self._grown[index] = grown
+        grown.text.extend(output.text)
+        grown.ids.extend(output.token_ids)
+        logprobs: dict[str, Any] = {}
+        if state.wants_logprobs:
+            prompt = state.prompt_logprobs[grown.num_prompt_logprobs :]
+            grown.num_prompt_logprobs += len(prompt)
+            for name, entries in self._logprobs(state, prompt, output.logprobs, begins=begins).items():
+                grown_field = grown.logprobs.setdefault(name, GrowingList())
+                grown_field.extend(entries)
+                logprobs[name] = Raw(grown_field.json)
+        if output.end is not None:
+            del self._grown[index]
+        return b"".join(
+            (
+                b'{"text":',
+                grown.text.json,
+                b',"output_ids":',
+                grown.ids.json,
+                b',"meta_info":',
+                encode(self._meta(state, output.end, grown.ids.num_items, logprobs)),
+                b"}" if self._call.batch_id is None else b',"index":%d}' % index,
+            )
+        )
 
     def _reply(self, index: int, output: Output) -> dict[str, Any]:
         """Return the reply to request ``index`` from its whole output so far; it may not have ended."""
-        state, end = self._generation.states[index], output.end
+        state = self._generation.states[index]
+        logprobs: dict[str, Any] = {}
+        if state.wants_logprobs:
+            logprobs = self._logprobs(state, state.prompt_logprobs, output.logprobs, begins=True)
+        meta = self._meta(state, output.end, len(output.token_ids), logprobs)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _meta(
+        self, state: RequestState, end: Finished | None, num_tokens: int, logprobs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return ``meta_info`` of a reply with ``num_tokens`` tokens of output; it includes ``logprobs``."""
         versions = end.versions if end is not None else []
-        meta: dict[str, Any] = {
+        meta = {
             "id": state.rid,
             "finish_reason": None if end is None else finish_reason(end),
             "prompt_tokens": len(state.prompt_ids),
-            "completion_tokens": len(output.token_ids),
+            "completion_tokens": num_tokens,
             "cached_tokens": 0 if end is None else end.cached_tokens,
             "weight_version": versions[-1][0] if versions else self._manager.weights.version,
             "weight_versions": [{"version": v, "start": start, "end": stop} for v, start, stop in versions],
+            **logprobs,
         }
-        if state.wants_logprobs:
-            prompt = [self._entry(entry.token, entry.logprob) for entry in state.prompt_logprobs]
-            if state.params.prompt_logprobs_start == 0:  # nothing predicts the first token
-                prompt.insert(0, self._entry(state.prompt_ids[0], None))
-            if state.params.num_prompt_top and state.params.prompt_logprobs_start >= 0:
-                unknown: list[Any] = [None] * (len(prompt) - len(state.prompt_logprobs))  # the first token's
-                top = [self._top(entry.top) for entry in state.prompt_logprobs]
-                meta["input_top_logprobs"] = [*unknown, *top]
-            meta["output_token_logprobs"] = [self._entry(e.token, e.logprob) for e in output.logprobs]
-            meta["output_top_logprobs"] = [self._top(entry.top) for entry in output.logprobs]
-            meta["input_token_logprobs"] = prompt
         if end is not None:
             meta["e2e_latency"] = time.monotonic() - state.created
-        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+        return meta
+
+    def _logprobs(
+        self,
+        state: RequestState,
+        prompt: Sequence[TokenLogprob],
+        output: Sequence[TokenLogprob],
+        *,
+        begins: bool,
+    ) -> dict[str, list[Any]]:
+        """Return the fields with log-probabilities, for some tokens of the prompt and of the output.
+
+        ``begins`` says whether those of the prompt are the first ones.
+        """
+        fields: dict[str, list[Any]] = {}
+        # Nothing predicts the first token of the prompt.
+        has_first = begins and state.params.prompt_logprobs_start == 0
+        if state.params.num_prompt_top and state.params.prompt_logprobs_start >= 0:
+            unknown: list[Any] = [None] * has_first
+            fields["input_top_logprobs"] = [*unknown, *(self._top(entry.top) for entry in prompt)]
+        fields["output_token_logprobs"] = [self._entry(entry.token, entry.logprob) for entry in output]
+        fields["output_top_logprobs"] = [self._top(entry.top) for entry in output]
+        first = [self._entry(state.prompt_ids[0], None)] if has_first else []
+        fields["input_token_logprobs"] = [
+            *first,
+            *(self._entry(entry.token, entry.logprob) for entry in prompt),
+        ]
+        return fields
 
     def _top(self, top: Sequence[tuple[int, float]]) -> list[Any]:
         """Return the likeliest tokens at one position."""

@@ -182,7 +182,7 @@ class NativeReply:
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with the reply to a request so far."""
-        return event(self._replies.update(index))
+        return b"data: " + self._replies.update_json(index, output) + b"\n\n"
 
     def last_event(self) -> bytes:
         """Returns the end mark."""
