@@ -299,7 +299,12 @@ sys.modules["torch"] = None  # importing it now raises ImportError
 from segue.frontend.tokenizer import Tokenizer
 from segue.checkpoint.source import resolve
 source = resolve(sys.argv[1], "dummy", "/nonexistent")
-print(Tokenizer.load(source.tokenizer_directory).encode("hello"))
+tokenizer = Tokenizer.load(source.tokenizer_directory)
+print(tokenizer.encode("hello"))
+print(type(sys.modules["transformers"]).__module__)
+import transformers  # others may use all of it
+print(isinstance(tokenizer._chat, transformers.PreTrainedTokenizerBase), hasattr(transformers, "AutoConfig"))
+print(type(sys.modules["transformers"]).__module__)
 """
 
 
@@ -318,4 +323,9 @@ def test_loading_does_not_import_torch(save: Save, declared: str, transformers_i
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == Tokenizer.load(directory).encode("hello")
+    ids, before, whole, after = result.stdout.splitlines()
+    assert json.loads(ids) == Tokenizer.load(directory).encode("hello")
+    # The generic class needs no index of transformers' models, which is read once somebody asks for more.
+    lacks_index = before == "segue.frontend.tokenizer_class"
+    assert lacks_index == (declared == "PreTrainedTokenizerFast")
+    assert whole == "True True" and after == "transformers.utils.import_utils"

@@ -23,6 +23,7 @@ from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, num_entries
 from segue.frontend.thread_pool import ThreadPool
+from segue.frontend.tokenizer_class import GENERIC, tokenizer_class
 from segue.messages.requests import SamplingParams
 from segue.sizes import ceil_div
 
@@ -38,7 +39,6 @@ PROBE_SLACK = 256  # tokens by which a part alone may exceed its share of the wh
 INLINE_MESSAGES = 64
 INLINE_CHARS = 1 << 16
 
-_GENERIC = "PreTrainedTokenizerFast"
 _QWEN = "Qwen2Tokenizer"
 _QWEN_MODEL_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe"})
 
@@ -70,15 +70,13 @@ class Tokenizer:
         Raises:
             ModelFileError: there are no tokenizer files, or they cannot be read.
         """
-        import transformers
-
         settings, config, generation = (
             read_json(path) if (path := directory / f"{name}.json").exists() else {}
             for name in ("tokenizer_config", "config", "generation_config")
         )
         try:
             name = _class_name(directory, settings, config)
-            tokenizer = getattr(transformers, name).from_pretrained(directory)
+            tokenizer = tokenizer_class(name).from_pretrained(directory)
         except Exception as error:  # the Rust and Python parsers raise many types for a broken file
             why = f"cannot be loaded ({_first_line(error)})"
             remedy = (
@@ -347,13 +345,13 @@ def _class_name(directory: Path, settings: Mapping[str, Any], config: Mapping[st
     """
     declared = settings.get("tokenizer_class")
     if CONVERTED_KEY in settings:
-        return _GENERIC
+        return GENERIC
     if "auto_map" in settings or not (directory / "tokenizer.json").exists():
         return "AutoTokenizer"
     is_qwen = config.get("model_type") in _QWEN_MODEL_TYPES
-    if declared in (_GENERIC, "TokenizersBackend"):
+    if declared in (GENERIC, "TokenizersBackend"):
         # The class that Qwen2 checkpoints declare is known to be wrong.
-        return _QWEN if config.get("model_type") == "qwen2" else _GENERIC
+        return _QWEN if config.get("model_type") == "qwen2" else GENERIC
     if is_qwen and declared in (None, _QWEN, f"{_QWEN}Fast"):
         return _QWEN
     return "AutoTokenizer"
