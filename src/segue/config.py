@@ -122,6 +122,13 @@ class EngineConfig(Options):
     )
     seed: int = _model(0, "Seed of the dummy weights (--load-format dummy).", minimum=0)
     cache_dir: str = _model(default_cache_dir, "Directory for converted and bundled models.")
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3-json"] = _model(
+        "auto", "Form in which the model writes tool calls; 'auto': by its chat template."
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = _model(
+        "auto",
+        "How reasoning is told from the answer; 'think': by <think> and </think>; 'auto': if it has them.",
+    )
 
     device: Device = _hardware(
         "auto", "Device that runs the model; 'auto': CUDA if there is a GPU, else the CPU."

@@ -81,7 +81,6 @@ def test_null_asks_for_nothing_in_every_field_and_anything_else_is_named(place: 
     [
         ("chat", "n", True),
         ("chat", "n", 2),
-        ("chat", "include_reasoning", False),
         ("chat", "echo", True),
         ("chat", "kv_transfer_params", {"do_remote_decode": True}),
         ("completions", "length_penalty", 2.0),

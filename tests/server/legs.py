@@ -122,7 +122,10 @@ def _openai(events: list[dict[str, Any]]) -> Any:
         for choice in event["choices"]:
             found = choices.setdefault(
                 choice["index"],
-                {"text": "", "logprobs": [], "roles": 0, "end": None, "ids": [], "prompts": 0},
+                {
+                    **{"text": "", "reasoning": "", "calls": [], "logprobs": [], "roles": 0, "end": None},
+                    **{"ids": [], "prompts": 0},
+                },
             )
             assert found["end"] is None, "nothing comes behind the end"
             delta = choice.get("delta", {})
@@ -130,6 +133,12 @@ def _openai(events: list[dict[str, Any]]) -> Any:
                 assert found["text"] == ""
                 found["roles"] += 1
             found["text"] += delta.get("content", "") + choice.get("text", "")
+            found["reasoning"] += delta.get("reasoning", "")
+            for call in delta.get("tool_calls", []):
+                if "id" in call:  # of its first part only; ids are random
+                    assert call["index"] == len(found["calls"]) and call["type"] == "function"
+                    found["calls"].append({"name": call["function"]["name"], "arguments": ""})
+                found["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
             found["end"] = choice["finish_reason"]
             found["logprobs"] += _logprobs(choice["logprobs"])
             found["ids"] += choice.get("token_ids") or []

@@ -387,8 +387,8 @@ def test_what_is_dropped_or_ignored_is_not_decoded() -> None:
 
 def test_a_large_value_of_a_field_that_is_not_supported_is_refused_as_a_small_one() -> None:
     tools = many('{"type":"function"}', LARGE)
-    with pytest.raises(UnsupportedFieldError, match="tools is not supported"):
-        parse_chat(right(chat, b'{"model": "m", "messages": [], "tools": %b}' % tools))
+    with pytest.raises(UnsupportedFieldError, match="functions is not supported"):
+        parse_chat(right(chat, b'{"model": "m", "messages": [], "functions": %b}' % tools))
     with pytest.raises(UnsupportedFieldError, match="image_data is not supported"):
         native(right(generate, b'{"text": "a", "image_data": %b}' % tools))
 

@@ -69,23 +69,16 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("vllm_xargs", _OPENAI, ({},)),
     ("repetition_detection", _OPENAI, ()),
     # Tools.
-    ("tools functions", ("chat",), ([],)),
-    ("tool_choice function_call", ("chat",), ("none", "auto")),  # without tools
-    ("parallel_tool_calls", ("chat",), _BOOLEAN),
-    # Reasoning. Nothing separates it from the answer: there is none to separate, or to stream apart.
-    ("separate_reasoning stream_reasoning", ("chat",), _BOOLEAN),
-    ("include_reasoning", ("chat",), (True,)),
-    ("reasoning_effort", ("chat",), ()),
+    ("functions", ("chat",), ([],)),  # the older names of `tools` and `tool_choice`
+    ("function_call", ("chat",), ("none", "auto")),
+    # Reasoning.
     ("reasoning", ("chat",), ({},)),
     ("thinking_token_budget", _OPENAI, ()),
     ("require_reasoning", ("native",), _OFF),
     ("max_thinking_tokens", ("native",), ()),
     # The prompt: how it is rendered and tokenized, and what is beside its text.
-    ("chat_template_kwargs", ("chat",), ({},)),
     ("chat_template", ("chat",), ()),
     ("documents", ("chat",), ([],)),
-    ("add_generation_prompt", ("chat",), (True,)),
-    ("continue_final_message", ("chat",), _OFF),
     ("task input_ids", ("chat",), ()),
     ("echo", ("chat",), _OFF),
     ("suffix", ("completions",), ("",)),

@@ -62,6 +62,12 @@ class CachedTokens(Struct):
     cached_tokens: int
 
 
+class CompletionTokens(Struct):
+    """The part of the output that is reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageShape(Struct):
     """The tokens of a reply."""
 
@@ -69,6 +75,7 @@ class UsageShape(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens | None = None  # absent where reasoning is not told apart
 
 
 class LikelyToken(Struct, kw_only=True):
@@ -100,11 +107,29 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
+class CalledFunctionShape(Struct):
+    """The function of a call; the arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallShape(Struct):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionShape
+
+
 class AssistantMessage(Struct):
-    """What a chat is continued by."""
+    """What a chat is continued by. The last three are absent where there are none."""
 
     role: Literal["assistant"]
     content: str | None
+    tool_calls: list[ToolCallShape] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # another name of it
 
 
 class ChatChoiceShape(Struct):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from segue.api.openai.chat_fields import check_template_arguments
 from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
@@ -26,22 +27,6 @@ T = TypeVar("T")
 MAX_CHARS = 1 << 20  # of a text, or 16 for each token of the context: that takes about 0.3 s
 CHARS_PER_TOKEN = 16
 MAX_IDS = 1 << 18  # in one call or reply, or as many as the context has
-# Arguments of a chat template that decide how it is used, and not what it says.
-RESERVED = frozenset(
-    {
-        *(
-            "tokenize",
-            "chat_template",
-            "conversation",
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-        ),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
-        *("add_generation_prompt", "continue_final_message", "tools"),
-    }
-)
 
 
 class TokenizeBody(Struct, frozen=True, kw_only=True):
@@ -77,10 +62,7 @@ def parse_tokenize(body: Any) -> TokenizeBody:
     if found.add_generation_prompt and found.continue_final_message:
         text = "add_generation_prompt and continue_final_message exclude each other; give one"
         raise InvalidRequestError(text, param="continue_final_message")
-    for name in found.chat_template_kwargs or ():
-        if name in RESERVED:
-            text = f"chat_template_kwargs: {name} is no argument for the template; leave it out"
-            raise InvalidRequestError(text, param="chat_template_kwargs")
+    check_template_arguments(found.chat_template_kwargs)
     return found
 
 

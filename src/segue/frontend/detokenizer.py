@@ -21,6 +21,9 @@ _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend":
 # Pre-tokenizers that keep every character.
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Sequence"})
 
+# Texts that tell the parts of a chat's reply apart; some vocabularies have them as special tokens.
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+
 _CONTINUATION = bytes(range(0x80, 0xC0))  # the bytes of a character after its first
 
 
@@ -39,6 +42,14 @@ class TokenTable:
         self.special_ids = frozenset(special_ids)
         for token in self.special_ids:
             self.visible[token] = ""
+        self.marks = {  # the ids of `MARKS` that are tokens
+            text: token for token, text in enumerate(self.pieces) if text is not None and text in MARKS
+        }
+        self.marked = self.visible  # as `visible`, but with the text of marks that are special tokens
+        if hidden := self.special_ids & set(self.marks.values()):
+            self.marked = list(self.visible)
+            for token in hidden:
+                self.marked[token] = self.pieces[token]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special_ids: Collection[int], size: int) -> TokenTable:
@@ -64,10 +75,16 @@ class Detokenizer:
 
     __slots__ = ("_pending", "_pieces", "_special", "_tokens")
 
-    def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, table: TokenTable, *, skip_special_tokens: bool = True, keeps_marks: bool = False
+    ) -> None:
+        """Begin a text; with ``keeps_marks`` special tokens that are `MARKS` are not skipped."""
         self._tokens = table.tokens
-        self._pieces = table.visible if skip_special_tokens else table.pieces
+        skipping = table.marked if keeps_marks else table.visible
+        self._pieces = skipping if skip_special_tokens else table.pieces
         self._special = table.special_ids if skip_special_tokens else frozenset[int]()
+        if keeps_marks:
+            self._special = self._special.difference(table.marks.values())
         self._pending = b""
 
     def push(self, token: int) -> str:

@@ -49,6 +49,7 @@ class GenerateRequest:
     output_end: Finished | None = None  # how the output ended; then nothing is left to generate
     shares_kv: bool = True  # whether it uses the prefix cache
     cache_salt: str = ""  # it shares KV with requests of the same salt only
+    keeps_marks: bool = False  # whether its text has the marks of tool calls and reasoning, special or not
 
 
 @dataclass(slots=True)
@@ -117,7 +118,9 @@ class RequestState:
         options = request.options
         self.rid, self.leg = request.rid, request.leg
         self.wants_logprobs = self.params.logprobs >= 0
-        self._detokenizer = Detokenizer(table, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            table, skip_special_tokens=options.skip_special_tokens, keeps_marks=request.keeps_marks
+        )
         self._matcher = StopMatcher(options.stop, keep=options.keep_stop) if options.stop else None
         self._keep_stop = options.keep_stop
 
@@ -191,6 +194,11 @@ class RequestState:
             self.changed.set()
 
     # --- the reader's side ---
+
+    @property
+    def taken_text(self) -> str:
+        """The text that was taken, or that the client had before."""
+        return "".join(self._parts[: self._num_taken[1]])
 
     @property
     def has_unread(self) -> bool:

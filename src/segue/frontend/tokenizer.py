@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
+from segue.frontend.chat_template import NO_FORM, NO_TEMPLATE, ChatForm, ChatTemplate, ToolFormat
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, num_entries
 from segue.frontend.thread_pool import ThreadPool
@@ -62,6 +63,7 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template = bool(tokenizer.chat_template)
+        self.template = ChatTemplate.of(tokenizer.chat_template)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -120,7 +122,7 @@ class Tokenizer:
         return str(text)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """Return the prompt for `messages`. `kwargs`, such as `tools`, are passed to the template.
 
@@ -179,10 +181,13 @@ class PromptEncoder:
         finally:
             work.cancel()
 
-    async def render(self, messages: list[dict[str, Any]], **template: Any) -> str:
+    async def render(
+        self, messages: list[dict[str, Any]], /, *, other_chars: int = 0, **template: Any
+    ) -> str:
         """Return the prompt that the model's chat template makes of messages.
 
-        ``template`` are arguments of :meth:`Tokenizer.apply_chat_template`.
+        ``template`` are arguments of :meth:`Tokenizer.apply_chat_template`, and ``other_chars`` is how much
+        there is to render beside the contents.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template rejects the messages.
@@ -196,7 +201,7 @@ class PromptEncoder:
             )
         num_chars = sum(len(message["content"]) for message in messages)
         self.check_num_chars(num_chars, "messages")
-        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
+        if len(messages) <= INLINE_MESSAGES and num_chars + other_chars <= INLINE_CHARS:
             return tokenizer.apply_chat_template(messages, **template)
         return await self.thread_pool.run(lambda: tokenizer.apply_chat_template(messages, **template))
 
@@ -316,6 +321,21 @@ class ServedModel:
     names: Sequence[str]  # by which clients may call the model; errors show the first one
     max_prompts: int  # of one call
     encoder: PromptEncoder
+    chat: ChatForm = NO_FORM
+
+
+def chat_form(
+    tokenizer: Tokenizer | None,
+    tools: Literal["auto", "none"] | ToolFormat,
+    reasoning: Literal["auto", "none", "think"],
+) -> ChatForm:
+    """Return how a model's chats are understood; ``auto`` is what its template and vocabulary say."""
+    template = NO_TEMPLATE if tokenizer is None else tokenizer.template
+    thinks = reasoning == "think"
+    if reasoning == "auto" and tokenizer is not None:
+        thinks = template.has_think or tokenizer.backend.token_to_id("<think>") is not None
+    found = template.tool_format if tools == "auto" else tools
+    return ChatForm(template=template, tools=None if found == "none" else found, thinks=thinks)
 
 
 def _split(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:

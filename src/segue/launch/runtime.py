@@ -27,7 +27,7 @@ from segue.errors import (
 from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.life import WorkerHealth
-from segue.frontend.tokenizer import ServedModel, Tokenizer
+from segue.frontend.tokenizer import ServedModel, Tokenizer, chat_form
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.channel import Channel
 from segue.launch.in_thread import in_thread
@@ -175,6 +175,7 @@ class Runtime:
                 names=[runtime.name] if config.model is None else [runtime.name, config.model],
                 max_prompts=config.max_queued_requests,
                 encoder=runtime._manager.encoder,
+                chat=chat_form(tokenizer, config.tool_call_parser, config.reasoning_parser),
             )
             if runtime.life.error is not None:  # a worker has ended since it was ready
                 raise EngineStartError(runtime.life.error.message)

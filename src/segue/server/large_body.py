@@ -21,6 +21,7 @@ from segue.api import native, tokenization
 from segue.api import token_generate as tokens
 from segue.api.asks_nothing import harmless, unsupported
 from segue.api.openai import requests as openai
+from segue.api.openai.chat_fields import MAX_TOOLS, Tool
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
 from segue.api.vllm import MAX_ABORTED, UpdateInfo
 from segue.errors import InvalidRequestError, SegueError, short_repr
@@ -38,12 +39,14 @@ MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
 MAX_BUCKETS = 1 << 15
+MAX_TOOLS_BYTES = json_pieces.AT_ONCE  # all schemas of a body together
 
 RULES = {  # what fields that may be large are, in words
     **openai.RULES,
     **native.RULES,
     **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
+    "tools": "a list of functions",
     "logit_bias": "an object of token ids and numbers",
     "stop_token_ids": "a list of token ids",
     "buckets": "a list of buckets",
@@ -67,6 +70,7 @@ NOTHING_ELSE = _NothingElse()
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
+_tool_list = msgspec.json.Decoder(list[Tool])
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
 _sizes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]])
@@ -97,7 +101,7 @@ def chat(model: ServedModel) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         model=openai.ChatCompletionRequest,
-        large={**_OPENAI_SAMPLING, "messages": _conversation},
+        large={**_OPENAI_SAMPLING, "messages": _conversation, "tools": _tools},
         skipped=harmless("chat"),
         refused=unsupported("chat"),
     )
@@ -251,6 +255,16 @@ def _conversation(data: bytes) -> Decoded:
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
     return Decoded(_structs("messages", _messages, MAX_MESSAGES, data))
+
+
+def _tools(data: bytes) -> Decoded:
+    """Decode ``tools``, whose schemas are decoded in one call."""
+    if len(data) > MAX_TOOLS_BYTES:
+        text = f"tools has {len(data)} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed"
+        raise InvalidRequestError(text, param="tools")
+    found = _structs("tools", _tool_list, MAX_TOOLS, data)
+    _check_count("tools", MAX_TOOLS, len(found))
+    return Decoded(found)
 
 
 def _structs(param: str, decoder: msgspec.json.Decoder[list[Any]], most: int, data: bytes) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from segue.api.openai.chat_text import MessageStream, WholeMessage, num_reasoning_tokens
 from segue.api.openai.echo import Echo
 from segue.api.openai.requests import Wanted
 from segue.api.openai.token_fields import PromptParts, token_name
@@ -20,6 +21,7 @@ from segue.frontend.request import LOWEST_LOGPROB, Output, RequestState
 from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.messages.requests import Finished
 
+PARSED_CHARS = 64  # that are parsed in the time of building and encoding one entry
 encode = msgspec.json.Encoder().encode
 
 
@@ -135,12 +137,15 @@ class ReplyChoices:
         self._states = states
         self._table = table
         self._echoes: dict[int, Echo] = {}
+        self._num_reasoning: dict[int, int | None] = {}  # tokens, of choices that have ended
 
     def num_entries(self, index: int, output: Output) -> int:
         """Return how many entries a whole choice has, which says how long building and encoding it takes."""
         count = 1 + sum(1 + len(entry.top) for entry in output.logprobs) + self.parts.num_entries(index)
         if self._wanted.shown.echo:
             count += 2 * len(self._states[index].prompt_ids)
+        if self._wanted.form is not None:
+            count += len(output.text) // PARSED_CHARS
         return count
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
@@ -151,14 +156,39 @@ class ReplyChoices:
             text = echo.text + text
             if logprobs is not None and (before := self.echoed_logprobs(index, echo)) is not None:
                 logprobs = {name: [*before[name], *logprobs[name]] for name in before}
+        reason = output.end.client_reason
+        if (form := self._wanted.form) is None:
+            content = self.dialect.content(text)
+        else:
+            message = WholeMessage(form, text)
+            content = {"message": message.fields()}
+            reason = self.ended(index, reason, bool(message.calls), message.has_reasoned)
         return {
             "index": index,
-            **self.dialect.content(text),
+            **content,
             "logprobs": logprobs,
-            "finish_reason": output.end.client_reason,
+            "finish_reason": reason,
             **self.parts.of_output(output.token_ids),
             **(self.parts.of_prompt(index) if self.dialect.prompt_in_choice else {}),
         }
+
+    def message_stream(self, index: int) -> MessageStream | None:
+        """Return what makes the deltas of a choice, behind those that the client has; None: its text does."""
+        form = self._wanted.form
+        return None if form is None else MessageStream(form, self._states[index].taken_text)
+
+    def ended(self, index: int, reason: str, has_call: bool, has_reasoned: bool) -> str:
+        """Note how a choice with a form has ended; returns its reason, which may be a call."""
+        self._num_reasoning[index] = num_reasoning_tokens(self._states[index].ids, has_reasoned, self._table)
+        return "tool_calls" if has_call and reason == "stop" else reason
+
+    def usage_details(self) -> dict[str, Any]:
+        """Return the fields of ``usage`` about what the choices are made of, once they have ended."""
+        counts = [count for count in self._num_reasoning.values() if count is not None]
+        form = self._wanted.form
+        if form is None or not form.text.thinks or len(counts) < len(self._states):
+            return {}
+        return {"completion_tokens_details": {"reasoning_tokens": sum(counts)}}
 
     def common(self) -> dict[str, Any]:
         """Return the fields of a whole answer that say something about its one prompt, where it has one."""
@@ -206,6 +236,8 @@ class Chunks:
         self._long = choices.long_echoes()
         self._openings: dict[int, bytes] = {}  # that were made before they are sent
         self._usage = wanted.usage_in_stream
+        streams = map(choices.message_stream, range(len(wanted.requests) if wanted.stream else 0))
+        self._messages = list(streams)
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {
             index
@@ -229,11 +261,20 @@ class Chunks:
         fields = parts.of_output(output.token_ids)
         if begins and not data:
             fields |= parts.ids_of_prompt(index)
-        if output.text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
+        reason = None if output.end is None else output.end.client_reason
+        has_text = bool(output.text)
+        if (message := self._messages[index]) is None:
+            delta = self._dialect.delta(output.text)
+        else:
+            added = message.delta(output.text, is_last=reason is not None)
+            has_text, delta = bool(added), encode(added)
+            if reason is not None:
+                reason = self._choices.ended(index, reason, message.has_call, message.has_reasoned)
+        if has_text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
             logprobs = encode(self._choices.logprobs(index, output))
-            data += self._chunk(index, self._dialect.delta(output.text), logprobs, fields=_members(fields))
-        if output.end is not None:
-            data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.client_reason))
+            data += self._chunk(index, delta, logprobs, fields=_members(fields))
+        if reason is not None:
+            data += self._chunk(index, self._dialect.last_delta, reason=encode(reason))
         return data
 
     def is_due(self, index: int) -> bool:
@@ -262,7 +303,9 @@ class Chunks:
 
     def usage(self, ends: Sequence[Finished]) -> bytes:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
-        return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
+        if not self._usage:
+            return b""
+        return self._head + b'],"usage":' + encode(usage(ends) | self._choices.usage_details()) + b"}\n\n"
 
     def _chunk(
         self,

@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.openai import chat_fields
+from segue.api.openai.chat_fields import Effort, ReplyForm, ToolCall, ToolChoice, Tools
 from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
 from segue.api.request_fields import check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
@@ -35,6 +37,7 @@ RULES = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
     "stop": "a string or a list of strings",
     "content": 'a string or a list of {"type": "text", "text": …} parts',
+    **chat_fields.RULES,
     **BOOTSTRAP_RULES,
 }
 
@@ -90,16 +93,18 @@ _Nothing = Annotated[list[None], Meta(max_length=0)]
 
 
 class ChatMessage(_MessagePart, frozen=True, gc=False):
-    """One message. The last five fields are empty in replies that clients send back."""
+    """One message. The last four fields are empty in replies that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # another name of it
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: _Nothing | None = None
     annotations: _Nothing | None = None
 
 
@@ -110,6 +115,16 @@ class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unkn
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call
+    separate_reasoning: bool | None = None  # false: reasoning is part of the content
+    stream_reasoning: bool | None = None  # false: reasoning comes in one event, when it has ended
+    include_reasoning: bool | None = None  # false: reasoning is left out
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # None: true, unless the last message is continued
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +153,7 @@ class Wanted:
     stream: bool
     usage_in_stream: bool
     shown: Shown = NOTHING
+    form: ReplyForm | None = None  # of a chat whose texts have parts; None: they are shown as they are
 
     @property
     def has_logprobs(self) -> bool:
@@ -166,9 +182,22 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     names = {"max_tokens": limit_name, "logprobs": "top_logprobs", "num_prompt_top": "prompt_logprobs"}
     wishes = shown(body, stream=bool(body.stream))
     given = body.tokens if isinstance(body, ChatTokensRequest) else None
+    chat_fields.check_tools(body, model.chat, is_rendered=given is None)
+    prompt: str | Sequence[int]
+    continued: str | None = None
+    if given is None:
+        chat_fields.check_continued(body, body.messages[-1])
+        messages = await messages_of(body.messages)
+        if body.continue_final_message:
+            continued = messages[-1]["content"]
+        template = chat_fields.template_arguments(body, model.chat)
+        prompt = await model.encoder.render(messages, **template)
+    else:
+        prompt = given
+    form = chat_fields.reply_form(body, model, prompt, continued)
     request = GenerateRequest(
         rid=rid,
-        prompt=await model.encoder.render(await messages_of(body.messages)) if given is None else given,
+        prompt=prompt,
         options=_options(
             body, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
         ),
@@ -177,8 +206,9 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
         add_special_tokens=bool(body.add_special_tokens),
         param="messages" if given is None else "tokens",
         bootstrap=bootstraps(body, 1)[0],
+        keeps_marks=form is not None,
     )
-    return _wanted(body, model, rid, [request], wishes)
+    return replace(_wanted(body, model, rid, [request], wishes), form=form)
 
 
 def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
@@ -315,13 +345,16 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
 async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them.
 
-    Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, and fields
-    that are not set are left out. Yields to the event loop now and then, as there may be many.
+    Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, fields that are
+    not set are left out, and arguments of tool calls become objects. Yields to the event loop now and then,
+    as there may be many.
     """
     rendered = []
     for index, message in enumerate(messages):
         await turn(index)
         content = message.content
+        if content is None and message.tool_calls:
+            content = ""
         if content is None:
             name = f"messages[{index}].content"
             raise InvalidRequestError(f"{name}: this field is required", param=name)
@@ -329,6 +362,10 @@ async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             content = "\n".join(part.text for part in content)
         role = "system" if message.role == "developer" else message.role
         optional = {"name": message.name, "tool_call_id": message.tool_call_id}
-        given = {name: value for name, value in optional.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+        if message.tool_calls:
+            given["tool_calls"] = chat_fields.calls_of(message.tool_calls, f"messages[{index}]")
+        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+            given |= dict.fromkeys(("reasoning_content", "reasoning"), reasoning)
         rendered.append({"role": role, "content": content, **given})
     return rendered

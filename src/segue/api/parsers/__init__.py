@@ -1,0 +1,1 @@
+"""What a model's text consists of: reasoning, content and tool calls, found while the text comes."""

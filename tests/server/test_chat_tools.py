@@ -1,0 +1,145 @@
+"""Tools and reasoning in chats, over a worker that says what the test wants it to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.server.events import read_stream
+from tests.server.legs import frames, leg_of, named, payload, stream
+from tests.server.live import LiveServer
+from tests.support.tool_model import write_tool_model
+
+MODEL = "tool-model"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+ASK = [{"role": "user", "content": "Is it raining?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+REPLY = f"<think>\nI look.\n</think>\n\nA moment.\n{CALL}\n{CALL.replace('Köln', 'Paris')}"
+ARGUMENTS = ['{"city": "Köln"}', '{"city": "Paris"}']
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(write_tool_model(tmp_path_factory.mktemp("tools") / MODEL), max_model_len=2048) as server:
+        yield server
+        server.assert_nothing_left()
+
+
+def body(reply: str = REPLY, **fields: Any) -> dict[str, Any]:
+    template = {"reply": reply} | fields.pop("template", {})
+    return {"model": MODEL, "messages": ASK, "tools": [WEATHER], "chat_template_kwargs": template} | fields
+
+
+def choice(server: LiveServer, **fields: Any) -> dict[str, Any]:
+    answer = server.client.post("/v1/chat/completions", json=body(**fields))
+    assert answer.status_code == 200, answer.text
+    (found,) = answer.json()["choices"]
+    return dict(found)
+
+
+def test_openais_client_takes_calls_whole_and_streamed_and_sends_them_back(tool_server: LiveServer) -> None:
+    client = OpenAI(
+        base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    )
+    asked: dict[str, Any] = {name: value for name, value in body().items() if name != "chat_template_kwargs"}
+    extra = {"extra_body": {"chat_template_kwargs": {"reply": REPLY}}}
+    whole = client.chat.completions.create(**asked, **extra)
+    (found,) = whole.choices
+    message, calls = found.message, found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and message.content == "A moment." and calls is not None
+    assert [call.function.arguments for call in calls if call.type == "function"] == ARGUMENTS
+    assert len({call.id for call in calls}) == 2
+    assert message.model_extra is not None and message.model_extra["reasoning_content"] == "I look."
+    with client.chat.completions.stream(**asked, **extra) as events:
+        events.until_done()
+        (streamed,) = events.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls" and streamed.message.content == "A moment."
+    assert streamed.message.tool_calls is not None
+    assert [call.function.arguments for call in streamed.message.tool_calls] == ARGUMENTS
+    assert [call.function.name for call in streamed.message.tool_calls] == ["weather", "weather"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "It rains."} for call in calls]
+    again = client.chat.completions.create(**{**asked, "messages": [*ASK, message, *results]})
+    # Without a reply of its own the worker repeats the prompt up to <|im_end|>: the tools.
+    assert "".join((again.choices[0].message.content or "").split()).startswith("systemCalltools")
+
+
+def test_a_stream_gives_text_names_and_arguments_as_they_come(tool_server: LiveServer) -> None:
+    *chunks, _ = read_stream(tool_server.client, "/v1/chat/completions", body())
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [set(call) for call in calls if "id" in call] == [{"index", "id", "type", "function"}] * 2
+    assert calls[0]["function"]["name"] == "weather" and calls[0]["index"] == 0
+    pieces = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert "".join(pieces) == ARGUMENTS[0] and len(pieces) > 5
+    assert all(set(call) == {"index", "function"} for call in calls if "id" not in call)
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "I look."
+    assert "".join(delta.get("content", "") for delta in deltas) == "A moment."
+    assert all(delta for delta in deltas[:-1]) and chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("cut_off", [300, 110])
+def test_a_stream_goes_on_behind_any_part_of_a_call(tool_server: LiveServer, cut_off: int) -> None:
+    """Another engine has the same state of the parser; a call that is cut off by length is part of that."""
+    asked = body(stream=True, max_tokens=cut_off, logprobs=True, stream_options={"include_usage": True})
+    path = "/v1/chat/completions"
+    told = frames(tool_server, leg_of(path, asked))
+    expected = stream(payload(told))
+    assert b"arguments" in payload(told)
+    for count in range(1, len(told), 9):
+        after = frames(tool_server, leg_of(path, asked, outputs=named(told[:count])))
+        assert stream(payload(told[:count]) + payload(after)) == expected, count
+
+
+def test_what_is_shown_of_reasoning_and_calls_is_asked_for(tool_server: LiveServer) -> None:
+    plain = choice(tool_server, separate_reasoning=False, tool_choice="none")
+    assert plain["message"] == {"role": "assistant", "content": REPLY} and plain["finish_reason"] == "stop"
+    hidden = choice(tool_server, include_reasoning=False, parallel_tool_calls=False)["message"]
+    assert "reasoning" not in hidden and "reasoning_content" not in hidden
+    assert [call["function"]["arguments"] for call in hidden["tool_calls"]] == ARGUMENTS[:1]
+    opened = choice(tool_server, reply="So.</think>Yes", template={"enable_thinking": True})["message"]
+    assert (opened["reasoning"], opened["content"]) == ("So.", "Yes")
+    *chunks, _ = read_stream(tool_server.client, "/v1/chat/completions", body(stream_reasoning=False))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["I look."]
+    alone = choice(tool_server, reply=CALL)["message"]
+    assert alone["content"] is None and len(alone["tool_calls"]) == 1
+
+
+def test_a_call_that_is_none_is_content(tool_server: LiveServer) -> None:
+    for text in (
+        "<tool_call>weather()</tool_call>",
+        '<tool_call>{"name": "weather", "arguments": {"a": 1,}}',
+    ):
+        found = choice(tool_server, reply=f"Hm. {text}")
+        assert found["message"] == {"role": "assistant", "content": f"Hm. {text}"}
+        assert found["finish_reason"] == "stop"
+    cut = choice(tool_server, reply=CALL, max_tokens=40)
+    assert cut["finish_reason"] == "length" and CALL.startswith(cut["message"]["content"])
+    assert "tool_calls" not in cut["message"]
+
+
+def test_a_large_list_of_tools_is_taken(tool_server: LiveServer) -> None:
+    """Bodies above 16 KiB are decoded field by field."""
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"x": ["y" * 60] * 20}}}
+        for n in range(20)
+    ]
+    answer = tool_server.client.post("/v1/chat/completions", json=body(tools=tools))
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    wrong = json.loads(json.dumps(body(tools=tools)))
+    wrong["tools"][7]["function"].pop("name")
+    error = tool_server.client.post("/v1/chat/completions", json=wrong).json()["error"]
+    assert error["param"] == "tools[7].function.name"
