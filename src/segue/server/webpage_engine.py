@@ -120,3 +120,7 @@ class EngineFeedSource:
             "between_tokens_s": self._between.take(stats.between_tokens),
             "paused": now.paused is not None,
         }
+
+    def detail(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}

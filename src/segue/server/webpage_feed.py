@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from segue.errors import SegueError
 from segue.frontend.control_log import ControlLog
 from segue.server.access import Access, Routes
 from segue.server.responses import EventStream, event, native_body
@@ -24,14 +25,21 @@ SAMPLE_S = 1.0  # between two samples
 MOST_SAMPLES = 300  # that are kept for those who look later
 MOST_WAITING = 100  # messages for one client, who is dropped if more would wait
 
+EVENTS = "/page/events"
+
 routes = Routes(Access.ADMIN, "Information")
 
 
-@routes.get("/page/events", hidden=True)
+@routes.get(EVENTS, hidden=True)
 async def events(request: Request) -> ASGIApp:
     """What the web page shows, until the server shuts down or its engine ends."""
     feed: Feed = request.app.state.feed
     return feed.stream()
+
+
+def failure(error: SegueError) -> bytes:
+    """Returns the last event of a stream that fails."""
+    return event(native_body(error))
 
 
 class FeedSource(Protocol):
@@ -49,7 +57,10 @@ class FeedSource(Protocol):
         """What changes seldom; it is sent whenever it differs."""
 
     def sample(self, seconds: float) -> dict[str, Any]:
-        """The figures of now, or of the ``seconds`` since the last sample."""
+        """The figures of now, or of the ``seconds`` since the last sample; 0: a first one begins there."""
+
+    def detail(self) -> dict[str, Any]:
+        """More fields of the messages with samples, which are not kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +77,7 @@ class Feed:
 
     def stream(self) -> EventStream:
         """Returns what sends one client all that is known now, and then what happens."""
-        return EventStream(self._events(), lambda error: event(native_body(error)), lambda: None)
+        return EventStream(self._events(), failure, lambda: None)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yields the events for one client until the source is over, or the client is too slow."""
@@ -75,8 +86,8 @@ class Feed:
             self.source.sample(0.0)  # from which the next one counts
             self._tick(None)
         queue.put_nowait(self._status)
-        for known in ({"log": self.source.log.since(0)}, {"samples": list(self._samples)}):
-            queue.put_nowait(event(known))
+        queue.put_nowait(event({"log": self.source.log.since(0)}))
+        queue.put_nowait(event({"samples": list(self._samples)} | self.source.detail()))
         self._clients.add(queue)
         if self.source.is_over:
             self._drop(queue)
@@ -120,7 +131,7 @@ class Feed:
         if seconds is not None:
             sample = {"at": round(time.time(), 3)} | self.source.sample(seconds)
             self._samples.append(sample)
-            self._send(event({"samples": [sample]}))
+            self._send(event({"samples": [sample]} | self.source.detail()))
 
     def _send(self, data: bytes) -> None:
         for queue in list(self._clients):

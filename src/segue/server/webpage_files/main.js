@@ -26,8 +26,8 @@ function take(message) {
       chat.learnModels();
     }
   }
+  if (message.workers) [known.workers, known.totals] = [message.workers, message.totals];
   for (const sample of message.samples ?? []) {
-    if (sample.workers) [known.workers, known.totals] = [sample.workers, sample.totals];
     const last = known.samples[known.samples.length - 1];
     if (!last || sample.at > last.at) known.samples.push(sample);
   }
@@ -133,7 +133,7 @@ function drawCharts(isRouter) {
     byId("charts").replaceChildren(...charts.map((chart) => chart.figure));
   }
   const marks = known.log.filter((entry) => entry.kind === "weights").map(({ at, text }) => ({ at, text }));
-  const samples = known.samples.filter((sample) => (isRouter ? sample.workers : "running" in sample));
+  const samples = known.samples.filter((sample) => (isRouter ? "in_flight" : "running") in sample);
   for (const chart of charts) chart.show(samples, marks);
 }
 
