@@ -378,6 +378,7 @@ class EngineConfig(Options):
         "Directory for the traces of /start_profile; without one, that is refused. Each trace costs time and "
         "memory while it is taken.",
     )
+    disable_webpage: bool = _server(False, "Serve no web page at / (charts, a log of events, a chat).")
     max_body_mib: int = _server(16, "Largest request body, in MiB.", minimum=1)
     exit_grace: float = _server(
         5.0,

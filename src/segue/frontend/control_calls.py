@@ -11,6 +11,7 @@ from msgspec import convert
 
 from segue.errors import InvalidRequestError, RoleChangeError, SegueError, error_of
 from segue.failover.life import Life
+from segue.frontend.control_log import ControlLog
 from segue.messages import control
 from segue.messages.control import FlushResult, FrontendMessage, PauseMode, PauseResult
 from segue.messages.fleet import Role
@@ -36,10 +37,11 @@ Answer = TypeVar("Answer", bound=ControlAnswer)
 class ControlCalls:
     """The calls that wait for their answers. It lives on one event loop."""
 
-    def __init__(self, send: Callable[[FrontendMessage], None], life: Life) -> None:
-        """``send`` sends to the scheduler; ``life`` knows whether it answers."""
+    def __init__(self, send: Callable[[FrontendMessage], None], life: Life, log: ControlLog) -> None:
+        """``send`` sends to the scheduler; ``life`` knows whether it answers; ``log`` gets what is done."""
         self._send = send
         self._life = life
+        self._log = log
         self._waiting: dict[int, asyncio.Future[Any]] = {}  # by number
         self._num_calls = 0
 
@@ -58,7 +60,9 @@ class ControlCalls:
     async def pause(self, mode: PauseMode, ttl_s: float | None = None) -> PauseResult:
         """Stop generation of what the scheduler has, and return once nothing runs."""
         sent = time.monotonic()
-        answer = await self._ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
+        with self._log.timed("pause", f"pause ({mode})") as noted:
+            answer = await self._ask(lambda call: control.Pause(call, mode, ttl_s, sent), control.Paused)
+            noted.text += f": {answer.num_running} running, {answer.num_waiting} waiting"
         return convert(answer, PauseResult, from_attributes=True)
 
     async def continue_generation(self) -> None:
@@ -70,7 +74,10 @@ class ControlCalls:
 
         With ``retract`` requests that run give their KV back first, and compute it anew afterwards.
         """
-        answer = await self._ask(lambda call: control.Flush(call, timeout_s, retract), control.Flushed)
+        with self._log.timed("flush", "flush of the KV cache") as noted:
+            answer = await self._ask(lambda call: control.Flush(call, timeout_s, retract), control.Flushed)
+            done = f"{answer.flushed_items} tokens dropped" if answer.success else f"no, {answer.error_msg}"
+            noted.text += f": {done}"
         return convert(answer, FlushResult, from_attributes=True)
 
     async def ask_weights(
@@ -89,7 +96,8 @@ class ControlCalls:
             MemorySaverError: the engine runs without ``enable_memory_saver``, or weights are being updated.
             MemoryResumeError: the host has no memory for a ``backup`` of the weights.
         """
-        return await self._move_memory(lambda call: ReleaseMemory(call, list(tags), backup))
+        with self._log.timed("memory", f"release of memory: {', '.join(tags)}"):
+            return await self._move_memory(lambda call: ReleaseMemory(call, list(tags), backup))
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> MemoryAnswer:
         """Take released memory again.
@@ -98,7 +106,8 @@ class ControlCalls:
             MemorySaverError: the engine runs without ``enable_memory_saver``.
             MemoryResumeError: there is too little memory; what was released is still released.
         """
-        return await self._move_memory(lambda call: ResumeMemory(call, list(tags)))
+        with self._log.timed("memory", f"resumption of memory: {', '.join(tags)}"):
+            return await self._move_memory(lambda call: ResumeMemory(call, list(tags)))
 
     async def _move_memory(self, message: Callable[[int], FrontendMessage]) -> MemoryAnswer:
         answer = await self._ask(message, MemoryAnswer)
@@ -161,9 +170,10 @@ class ControlCalls:
         Raises:
             RoleChangeError: it did not end within so many seconds, or the engine cannot do such work.
         """
-        answer = await self._ask(lambda call: control.SetRole(call, role, timeout_s), control.RoleSet)
-        if answer.error:
-            raise RoleChangeError(answer.error, param="role")
+        with self._log.timed("role", f"change of the role to {role}"):
+            answer = await self._ask(lambda call: control.SetRole(call, role, timeout_s), control.RoleSet)
+            if answer.error:
+                raise RoleChangeError(answer.error, param="role")
 
     async def _ask(self, message: Callable[[int], FrontendMessage], kind: type[Answer]) -> Answer:
         """Send the message for a new call number, and wait for the answer with that number.

@@ -19,6 +19,7 @@ from segue.errors import (
 )
 from segue.failover.life import Life
 from segue.frontend.control_calls import ControlCalls
+from segue.frontend.control_log import EngineLog
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
 from segue.frontend.handing_over import Handoffs, goes_on_elsewhere
 from segue.frontend.life import Admission
@@ -63,6 +64,7 @@ class TokenizerManager:
         eos_ids: Collection[int] = (),
         *,
         life: Life,
+        log: EngineLog | None = None,
         max_queued_requests: int,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         bootstrap_hosts: BootstrapHosts,
@@ -99,7 +101,8 @@ class TokenizerManager:
         self._handoffs = Handoffs(bootstrap_hosts, bootstrap_port)
         self._life = life
         self._send = send
-        self.calls = ControlCalls(send, life)
+        self.log = log or EngineLog()  # of what is done to the engine
+        self.calls = ControlCalls(send, life, self.log)
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
@@ -237,8 +240,11 @@ class TokenizerManager:
         An unknown rid has no effect.
         """
         if not abort_all:
+            if num_aborted := self.num_of([rid]):
+                self.log.add("abort", f"abort of {rid!r}: {num_aborted} requests")
             self._abort_each(self._named([rid]), message)
         elif self._life.error is None:
+            self.log.add("abort", f"abort of all requests: {self.num_requests}")
             self._abort_arriving(self._arriving, message)
             self._send(Abort(abort_all=True, message=message))
 
@@ -356,6 +362,7 @@ class TokenizerManager:
                     state.fail(error_of(message.kind, message.message))
                     self._forget(state)
             case WeightNotice():
+                self.log.note_weights(self.weights, message)
                 self.weights = message
             case (
                 control.State()
@@ -395,6 +402,8 @@ class TokenizerManager:
         """
         now = time.monotonic()
         stats, states, logprobs = self.stats, self._states, output.logprobs
+        if output.counters.paused != stats.counters.paused:
+            self.log.note_pause(output.counters.paused, now)
         stats.counters = output.counters
         if output.step_seconds > 0.0:
             stats.step.observe(output.step_seconds)

@@ -26,6 +26,7 @@ from segue.errors import (
 )
 from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
+from segue.frontend.control_log import EngineLog
 from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, Tokenizer, chat_form
 from segue.frontend.tokenizer_manager import TokenizerManager
@@ -101,6 +102,7 @@ class Runtime:
         self.source = source
         self.name = config.served_model_name or source.name  # of the model, as clients use it
         self.life = life or Life()
+        self.log = EngineLog()  # of what is done to the engine, and of its states
         self.started_at = int(time.time())  # seconds since the epoch
         self.incarnation = uuid.uuid4().hex  # another one for every start: routers tell them apart by it
         self.epoch = (
@@ -163,6 +165,7 @@ class Runtime:
                 runtime._channel.send,
                 source.eos_token_ids,
                 life=runtime.life,
+                log=runtime.log,
                 max_queued_requests=config.max_queued_requests,
                 max_logprobs=config.max_logprobs,
                 bootstrap_hosts=BootstrapHosts(config.disaggregation_bootstrap_hosts, config.host),
@@ -356,6 +359,9 @@ class Runtime:
         before = self.life.state
         seconds = self.life.advance(state, error, within_s=within_s)
         logger.info("%s, after %.3f s of %s", state.name.lower(), seconds, before.name.lower())
+        why = "" if error is None else f": {error.message}"
+        text = f"{before.name.lower()} → {state.name.lower()}{why}"
+        self.log.add("life", text, seconds, failed=error is not None)
 
     def _stands_by(self) -> bool:
         return self.life.state is LifeState.STANDBY
@@ -391,11 +397,13 @@ class Runtime:
         reason = self._vitals.verdict(time.monotonic())
         if reason is not None and self.life.hung is None:
             logger.error("the engine hangs: %s", reason)
+            self.log.add("life", f"the engine hangs: {reason}", failed=True)
             text = f"the engine hangs: {reason}; retry later, and restart the engine if this persists"
             self.life.hung = text
             self.manager.calls.fail(EngineHungError(text))
         elif reason is None and self.life.hung is not None:
             logger.warning("the engine answers again")
+            self.log.add("life", "the engine answers again")
             self.life.hung = None
 
     def _receive(self, message: WorkerMessage) -> None:

@@ -151,6 +151,7 @@ class RouterConfig(Options):
     cors_origin: str | None = _server(
         None, "Origins of web pages that may use this router, separated by commas; '*': any; default: none."
     )
+    disable_webpage: bool = _server(False, "Serve no web page at / (charts, a log of events, a chat).")
     max_body_mib: int = _server(16, "Largest request body, in MiB.", minimum=1)
     drain_s: float = _server(
         30.0,

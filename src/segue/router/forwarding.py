@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -14,11 +16,12 @@ from segue.router.answers import read_whole
 from segue.router.client_request import ID_PREFIXES
 from segue.router.router import Router
 from segue.router.upstream import Upstream
-from segue.router.upstream_connection import UpstreamError
+from segue.router.upstream_connection import UpstreamConnection, UpstreamError
 from segue.server.access import Access, Gate
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import HEADER, id_of
-from segue.server.responses import error_response, unless_gone
+from segue.server.responses import EventStream, error_response, unless_gone
+from segue.server.webpage_feed import EVENTS, failure
 
 OWN_PATHS = frozenset((*ID_PREFIXES, "/v1/models"))  # that a serving process answers itself
 FORWARDED = frozenset(("GET", "POST", "DELETE"))  # other methods no route has
@@ -50,7 +53,7 @@ class Forwarding:
         request = Request(scope, receive)
         with suppress(ClientDisconnect):
             try:
-                answer = await self._answer(request)
+                answer: ASGIApp = await self._answer(request)
             except SegueError as error:
                 answer = error_response(error, path)
             await answer(scope, receive, send)
@@ -59,7 +62,7 @@ class Forwarding:
         """Close the connections to the coordinator."""
         self._coordinator.abort_all("client_left", "this process ends")
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> ASGIApp:
         """Returns the coordinator's answer. It makes all checks; one for a key is made before a body is read.
 
         Raises:
@@ -73,7 +76,7 @@ class Forwarding:
         body = await read_bytes(request, self._router.config.max_body_mib)
         return await unless_gone(request, self._ask(scope, body))
 
-    async def _ask(self, scope: Scope, body: bytes) -> Response:
+    async def _ask(self, scope: Scope, body: bytes) -> ASGIApp:
         query, headers = scope["query_string"], scope["headers"]
         request_id = (HEADER, id_of(scope).encode())
         try:
@@ -84,6 +87,8 @@ class Forwarding:
                 body,
                 dict(headers).get(b"host"),
             )
+            if scope["path"] == EVENTS and connection.status == 200:
+                return EventStream(_parts(connection), failure, partial(self._coordinator.done, connection))
             try:
                 answer = Response(await read_whole(connection), connection.status)
             finally:
@@ -92,3 +97,10 @@ class Forwarding:
             raise DrainingError("the router is shutting down; send the request to another one") from None
         answer.raw_headers += [each for each in connection.headers if each[0] not in _OF_CONNECTION]
         return answer
+
+
+async def _parts(connection: UpstreamConnection) -> AsyncGenerator[bytes, None]:
+    """Yields the body of a reply as it arrives, to its end or to that of the coordinator."""
+    with suppress(UpstreamError):
+        while data := await connection.read():
+            yield data

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute
 
 from segue.api.schema import redoc_page, reply_schema, swagger_page
 from segue.api.shapes import VersionReply
@@ -19,10 +20,14 @@ from segue.server import (
     metrics,
     tokenization_routes,
     vllm_routes,
+    webpage_feed,
 )
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
+from segue.server.webpage import file_routes
+from segue.server.webpage_engine import EngineFeedSource
+from segue.server.webpage_feed import Feed
 from segue.version import __version__
 
 TITLE = "Segue"
@@ -48,9 +53,12 @@ def create_app(config: EngineConfig) -> Starlette:
         health,
         metrics,
     )
-    found = [*(route for module in modules for route in module.routes), *routes]
+    found: list[BaseRoute] = [*(route for module in modules for route in module.routes), *routes]
+    if not config.disable_webpage:
+        found += [*file_routes(), *webpage_feed.routes]
     app = guarded_app(config, found, config.root_path)
     app.state.runtime = app.state.step_check = None
+    app.state.feed = Feed(EngineFeedSource(app.state))
     return app
 
 
