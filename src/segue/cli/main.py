@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,15 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
+from segue.cli.backends import Ask, LocalModel, RemoteModel
 from segue.cli.bench import bench_app
-from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.chat import Conversation, converse
 from segue.cli.doctor import doctor
 from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.gms import gms_app
 from segue.cli.quiet import quiet
-from segue.cli.remote import Remote, control_app
+from segue.cli.remote import ClientKey, Remote, ServerUrl, control_app
 from segue.cli.reporting import errors_in_red
+from segue.cli.sampling import check_sampling
 from segue.cli.serving import SETTINGS, router, run_cluster, serve, size_in_words
 from segue.cluster.config import ClusterConfig
 from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
@@ -106,14 +108,17 @@ def cluster(config: ClusterConfig) -> None:
 def generate(
     config: EngineConfig,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    url: ServerUrl = None,
+    api_key: ClientKey = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
 ) -> None:
     """Continue a text, and print the continuation while it is generated."""
-    params = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    with _engine(config) as engine:
-        for piece in pieces(engine.generate(prompt, params, stream=True)):
+    sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    check_sampling(sampling)
+    with _model(config, url, api_key) as model:
+        for piece in model.stream(Ask(prompt=prompt, sampling=sampling)):
             typer.echo(piece, nl=False)
         typer.echo()
 
@@ -122,23 +127,18 @@ def generate(
 @with_options(EngineConfig, without=SERVER_GROUPS)
 def chat(
     config: EngineConfig,
-    url: Annotated[
-        str | None, setting("url", "Talk to this server instead of starting an engine.", group="Chat")
-    ] = None,
-    key: Annotated[str | None, setting("key", "The server's API key.", group="Chat")] = None,
+    url: ServerUrl = None,
+    api_key: ClientKey = None,
     system: Annotated[str | None, setting("system", "A system message.", group="Chat")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
 ) -> None:
-    """Talk to a model in the terminal."""
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    if url is not None:
-        given = {name: value for name, value in params.items() if value is not None}
-        converse(RemoteChat(Remote(url, key), given), system)
-        return
-    with _engine(config) as engine:
-        converse(LocalChat(engine, params), system)
+    """Talk to a model in the terminal; /help lists the commands."""
+    sampling = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    conversation = Conversation(system, sampling)
+    with _model(config, url, api_key) as model:
+        converse(model, conversation)
 
 
 @app.command()
@@ -243,6 +243,21 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
             name = None
         num_bytes = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
         yield str(name or directory.parent.name[:12]), "converted", num_bytes, directory
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@contextmanager
+def _model(config: EngineConfig, url: str | None, api_key: str | None) -> Iterator[LocalModel | RemoteModel]:
+    """Return the model of the server at ``url`` or, without one, that of an engine for this command."""
+    if url is not None:
+        yield RemoteModel(Remote(url, api_key))
+        return
+    with _engine(config) as engine:
+        yield LocalModel(engine)
 
 
 @contextmanager

@@ -39,6 +39,21 @@ ApiKey = Annotated[
         rich_help_panel=SERVER,
     ),
 ]
+# Of commands that ask a server for text, in place of an engine of their own.
+ServerUrl = Annotated[
+    str | None, setting("url", "Use this server instead of starting an engine.", group=SERVER)
+]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        "--key",
+        help="The server's API key. [dim]SEGUE_API_KEY[/dim]",
+        envvar=["SEGUE_API_KEY", "SEGUE_KEY"],
+        show_envvar=False,
+        rich_help_panel=SERVER,
+    ),
+]
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
