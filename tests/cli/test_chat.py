@@ -1,106 +1,144 @@
-"""``segue chat --url`` against servers that answer wrongly, or not at all."""
+"""Conversations in the terminal: their commands, lines, and interruptions."""
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from segue.cli.chat import RemoteChat
-from segue.cli.remote import Remote, RemoteError
-
-OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
-MODELS = OK + b'{"data": [{"id": "some-model"}]}'
-HELLO = b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
+from segue.cli.chat import Conversation, read_message
+from segue.errors import InvalidRequestError
+from tests.server.live import LiveServer
+from tests.support.child import start_child
 
 
-@contextmanager
-def answering(*answers: bytes) -> Iterator[str]:
-    """Yields the URL of a server that gives one answer per connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def test_commands_change_what_is_asked() -> None:
+    talk = Conversation("Be brief.", {"temperature": 0.5})
+    talk.keep("Hi", "Hello")
+    assert [each["content"] for each in talk.ask("What?").messages] == ["Be brief.", "Hi", "Hello", "What?"]
+    assert talk.command("/set top_k=3") == "top_k = 3"
+    assert talk.ask("").sampling == {"temperature": 0.5, "top_k": 3}
+    talk.command("/set temperature=")
+    assert talk.command("/set").startswith("top_k = 3\ndefault: max_tokens, ")
+    assert talk.command("/system Be kind.") == "the system message is set"
+    assert talk.command("/system") == "Be kind."
+    talk.command("/reset")
+    assert [each["content"] for each in talk.ask("Again").messages] == ["Be kind.", "Again"]
+    talk.command("/system -")
+    assert [each["role"] for each in talk.ask("Again").messages] == ["user"]
 
-        def work() -> None:
-            for answer in answers:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:  # the test has ended, and opened no connection
-                    return
-                with connection:
-                    connection.settimeout(5)
-                    connection.recv(65536)
-                    connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(65536):  # otherwise the connection is reset
-                        pass
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-        assert not thread.is_alive()
+@pytest.mark.parametrize("line", ["/set top_k=x", "/set top_k", "/set heat=1", "/rest", "/reset now"])
+def test_a_wrong_command_is_an_error_and_changes_nothing(line: str) -> None:
+    talk = Conversation(None, {"top_k": 1})
+    talk.keep("Hi", "Hello")
+    before = talk.ask("x")
+    with pytest.raises(InvalidRequestError):
+        talk.command(line)
+    assert talk.ask("x") == before
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("lines", "expected"),
     [
-        (b"", "cannot reach"),
-        (b"SSH-2.0-x\r\n", "cannot reach"),
-        (OK + b"<html>", "does not answer as"),
-        (OK + b"[]", "does not answer as"),
-        (OK + b'{"data": []}', "does not answer as"),
-        (b'HTTP/1.1 404 No\r\n\r\n{"error": "nothing here"}', "404 nothing here"),
-        (b'HTTP/1.1 404 No\r\n\r\n{"error": {"message": "nothing here"}}', "404 nothing here"),
-        (b"HTTP/1.1 500 Broken\r\n\r\n<html>", "500 Broken"),
+        (["one"], "one"),
+        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+        (['"""one"""'], "one"),
+        (['"""one', "", ' two"""'], "one\n\n two"),
+        (['"""', "one", '"""'], "\none\n"),
     ],
 )
-def test_a_server_that_is_not_openai_compatible_is_a_clear_error(answer: bytes, words: str) -> None:
-    with answering(answer) as url, pytest.raises(RemoteError, match=words):
-        RemoteChat(Remote(url, None), {})
+def test_a_message_may_have_several_lines(lines: list[str], expected: str) -> None:
+    left = iter(lines)
+    assert read_message(lambda prompt: next(left)) == expected
+    assert list(left) == []
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_requests_to_this_machine_bypass_the_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where no process listens
-    with answering(MODELS) as url:
-        assert RemoteChat(Remote(url.replace("127.0.0.1", host), None), {}).model == "some-model"
+class Terminal:
+    """A program on a pseudo-terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process: subprocess.Popen[bytes] = start_child(
+            [sys.executable, "-m", "segue", *words],
+            env=os.environ | {"TERM": "xterm", "PYTHONWARNINGS": ""},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        self.output = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def interrupt(self, pattern: str) -> None:
+        """As Ctrl-C does, and waits for what it makes the program write.
+
+        Python's `input` loses a signal between the prompt and the wait for a key, so it is repeated.
+        """
+        while True:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                return self.expect(pattern, timeout_s=1)
+            except TimeoutError:
+                assert self.process.poll() is None
+
+    def expect(self, pattern: str, timeout_s: float = 30) -> None:
+        """Waits until the output has the pattern, and forgets the output up to its end."""
+        deadline = time.monotonic() + timeout_s
+        while not (match := re.search(pattern, self.output)):
+            ready, _, _ = select.select([self._ours], [], [], max(0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(self.output)
+            self.output += re.sub(r"\x1b\[[\d;?]*[a-z]", "", os.read(self._ours, 4096).decode())
+        self.output = self.output[match.end() :]
+
+    def wait(self) -> int:
+        """Returns the exit code, after further signals if one was lost."""
+        for _ in range(10):
+            try:
+                return self.process.wait(1)
+            except subprocess.TimeoutExpired:
+                self.process.send_signal(signal.SIGINT)
+        raise TimeoutError(self.output)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
 
 
-def test_requests_to_other_machines_use_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(MODELS) as proxy:
-        monkeypatch.setenv("http_proxy", proxy)
-        assert RemoteChat(Remote("http://models.invalid:30000", None), {}).model == "some-model"
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        (HELLO, "ended in the middle"),
-        (HELLO + b"data: {\n\n", "does not answer as"),
-        (HELLO + b'data: {"error": {"message": "too bad"}}\n\n', "too bad"),
-        (HELLO + b'data: {"error": "too bad"}\n\n', "too bad"),
-    ],
-)
-def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) -> None:
-    with answering(MODELS, OK + events) as url:
-        reply = RemoteChat(Remote(url, None), {}).reply([])
-        assert next(reply) == "Hello"
-        with pytest.raises(RemoteError, match=words):
-            next(reply)
-
-
-def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
-    events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
-    with answering(MODELS, OK + events) as url:
-        assert list(RemoteChat(Remote(url, None), {}).reply([])) == ["Hello"]
-
-
-def test_a_redirect_is_an_error_and_the_key_is_not_sent_on() -> None:
-    with answering(MODELS) as other:
-        moved = b"HTTP/1.1 302 Found\r\nlocation: " + other.encode() + b"/v1/models\r\n\r\n"
-        with answering(moved) as url, pytest.raises(RemoteError, match="302 Found"):
-            RemoteChat(Remote(url, "secret"), {})
+def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_it_leaves(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.02")
+    with LiveServer(tiny_model) as server:
+        terminal = Terminal("chat", "--url", server.url)
+        try:
+            terminal.expect("you> ")
+            terminal.type("first\\\nsecond\n")
+            terminal.expect(r"(?s)user\s+first\s+second")  # the fake worker repeats the prompt
+            terminal.interrupt(r"\(stopped\)")
+            terminal.expect("you> ")
+            terminal.type("half a message")
+            terminal.expect("half a message")
+            terminal.interrupt(r"^\s+you> ")  # without the hint: only the line is dropped
+            terminal.type("/set max_tokens=3\n")
+            terminal.expect("max_tokens = 3")
+            terminal.expect("you> ")
+            terminal.interrupt("Ctrl-C again leaves")
+            terminal.expect("you> ")
+            terminal.interrupt("$")
+            assert terminal.wait() == 0
+        finally:
+            terminal.close()
+        server.assert_nothing_left()

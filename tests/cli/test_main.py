@@ -247,7 +247,7 @@ def test_chat_keeps_the_conversation_until_reset(
     typed("/help", "/what", "abc", "", "de", "/reset", "fg", "/exit")
     main.app(["chat", *fake_engine, "--max-tokens", "60"], standalone_mode=False)
     output = capsys.readouterr().out
-    assert "/reset forget" in output
+    assert "/reset  " in output
     assert "unknown command /what" in output
     first, second, third = re.findall(r"user\n(?:.*\n)*?.*?(?=\n\d+\.\d s)", output)
     assert first == "user\nabc"

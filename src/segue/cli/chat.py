@@ -1,118 +1,160 @@
-"""Runs a conversation in the terminal, with an engine in this process or with a server."""
+"""Runs a conversation in the terminal."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 
-from segue.cli.remote import Remote, RemoteError, message_of
-from segue.errors import SegueError
+from segue.cli.backends import Ask, LocalModel, Message, RemoteModel
+from segue.cli.sampling import SAMPLING_FIELDS, check_sampling, nearest, parse_setting
+from segue.errors import InvalidRequestError, SegueError
 
-if TYPE_CHECKING:
-    from segue.api.engine import Engine
-
-Message = dict[str, str]
-HELP = "/help  this list\n/reset forget the conversation\n/exit  leave (also Ctrl-D)\nCtrl-C stops an answer."
-
-
-class LocalChat:
-    """Gets answers from an engine in this process."""
-
-    def __init__(self, engine: Engine, params: dict[str, Any]) -> None:
-        """Keep the sampling parameters, which have OpenAI's names, under those of the engine."""
-        self._engine = engine
-        self._params = {"max_new_tokens" if name == "max_tokens" else name: params[name] for name in params}
-        self.model = engine.model_name
-
-    def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Return the pieces of the answer to `messages`; raises RemoteError if the model has no tokenizer."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            raise RemoteError(f"{self.model} has no tokenizer, so it cannot chat; use a model that has one")
-        ids = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
-        return pieces(self._engine.generate(input_ids=ids, sampling_params=self._params, stream=True))
+HELP = '''\
+/help            this list
+/reset           forget the conversation; the system message and the settings stay
+/system TEXT     set the system message; "/system -" removes it, "/system" shows it
+/set NAME=VALUE  set a sampling field; "/set NAME=" takes the default, "/set" shows all
+/quit            leave (also /exit and Ctrl-D)
+Ctrl-C stops an answer; twice at an empty prompt it leaves.
+A message of several lines stands between """ and """, or has \\ at the end of each line but the last.'''
+COMMANDS = ("/help", "/reset", "/system", "/set", "/quit", "/exit")
+QUOTES = '"""'
+PROMPT, MORE = "you> ", "...> "
 
 
-class RemoteChat:
-    """Gets answers from an OpenAI-compatible server."""
+class Conversation:
+    """The messages so far, and the settings of the next answer."""
 
-    def __init__(self, server: Remote, params: dict[str, Any]) -> None:
-        self._server = server
-        self._params = params
-        with server.open("/v1/models") as answer:
-            self.model: str = json.load(answer)["data"][0]["id"]
+    def __init__(self, system: str | None, sampling: Mapping[str, Any]) -> None:
+        """Begin with a system message or none; raises InvalidRequestError for a wrong sampling field."""
+        check_sampling(sampling)
+        self._system = system
+        self._turns: list[Message] = []
+        self._sampling = dict(sampling)
 
-    def reply(self, messages: list[Message]) -> Iterator[str]:
-        """Yield the pieces of the answer to `messages`, from the events of the server's stream.
+    def ask(self, text: str) -> Ask:
+        """Return what is to be answered: the conversation with one more message, which is not kept yet."""
+        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
+        messages = [*system, *self._turns, {"role": "user", "content": text}]
+        return Ask(messages=messages, sampling=dict(self._sampling))
+
+    def keep(self, text: str, answer: str) -> None:
+        """Add a message and its answer to the conversation."""
+        self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def command(self, line: str) -> str:
+        """Carry out a command other than the one that leaves, and return what to show.
 
         Raises:
-            RemoteError: the server reports an error, or its stream ends without the end mark.
+            InvalidRequestError: the command is unknown, or a setting breaks its rule, and nothing changes.
         """
-        body = {"model": self.model, "messages": messages, "stream": True, **self._params}
-        with self._server.open("/v1/chat/completions", body) as answer:
-            for line in answer:
-                name, _, data = line.decode().strip().partition(":")
-                if name != "data":
-                    continue
-                if data.strip() == "[DONE]":
-                    return
-                content = json.loads(data)
-                if "error" in content:
-                    raise RemoteError(message_of(content))
-                for choice in content["choices"]:
-                    yield choice["delta"].get("content") or ""
-        raise RemoteError(f"{self._server.url} ended in the middle of its answer; see the server's log")
+        name, _, rest = line.partition(" ")
+        match name, rest.strip():
+            case "/help", "":
+                return HELP
+            case "/reset", "":
+                self._turns.clear()
+                return "forgotten"
+            case "/system", "":
+                return "there is no system message" if self._system is None else self._system
+            case "/system", text:
+                self._system = None if text == "-" else text
+                return "the system message is " + ("removed" if text == "-" else "set")
+            case "/set", "":
+                return self._settings()
+            case "/set", text:
+                return self._set(*parse_setting(text))
+            case _:
+                hint = (
+                    "it takes no text" if name in COMMANDS else f"/help lists them{nearest(name, COMMANDS)}"
+                )
+                raise InvalidRequestError(f"unknown command {line}; {hint}")
+
+    def _set(self, name: str, value: Any) -> str:
+        changed = {key: each for key, each in self._sampling.items() if key != name}
+        check_sampling(changed | {name: value})
+        self._sampling = changed if value is None else changed | {name: value}
+        return f"{name} has its default" if value is None else f"{name} = {json.dumps(value)}"
+
+    def _settings(self) -> str:
+        """Return the fields that are set, and the names of the others."""
+        lines = [f"{name} = {json.dumps(value)}" for name, value in self._sampling.items()]
+        others = ", ".join(name for name in SAMPLING_FIELDS if name not in self._sampling)
+        return "\n".join([*lines, f"default: {others}"])
 
 
-def pieces(updates: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """Yield the text that each update adds; an update holds the whole text so far.
-
-    Leaving the loop early closes ``updates``, which aborts the request.
-    """
-    shown = 0
-    try:
-        for update in updates:
-            text = update["text"]
-            yield text[shown:]
-            shown = len(text)
-    finally:
-        updates.close()  # type: ignore[attr-defined]
-
-
-def converse(chat: LocalChat | RemoteChat, system: str | None) -> None:
-    """Read messages and print their answers until /exit or the end of the input."""
+def converse(model: LocalModel | RemoteModel, conversation: Conversation) -> None:
+    """Read messages and print their answers until /quit, the end of the input, or Ctrl-C twice."""
     console = Console(highlight=False)
-    console.print(f"[dim]{chat.model} — /help lists the commands[/dim]")
-    start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(start)
+    console.print(f"[dim]{model.name} — /help lists the commands[/dim]")
+    line_of = _line_reader()
+    was_interrupted = False
     while True:
         try:
-            line = console.input("[bold cyan]you>[/bold cyan] ").strip()
-        except (EOFError, KeyboardInterrupt):
+            text = read_message(line_of).strip()
+        except EOFError:
             console.print()
             return
-        if line in ("/exit", "/quit"):
+        except KeyboardInterrupt:
+            console.print()
+            if was_interrupted and not _typed():
+                return
+            was_interrupted = not _typed()
+            if was_interrupted:
+                console.print("[dim]Ctrl-C again leaves[/dim]")
+            continue
+        was_interrupted = False
+        if text in ("/quit", "/exit"):
             return
-        if line == "/help":
-            console.print(HELP, markup=False)
-        elif line == "/reset":
-            messages = list(start)
-            console.print("[dim]forgotten[/dim]")
-        elif line.startswith("/"):
-            console.print(f"unknown command {line}; /help lists them", markup=False)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            try:
-                answer = _show(console, chat.reply(messages))
-            except SegueError as error:
-                console.print(f"\n{error.message}", style="red", markup=False)
-                messages.pop()  # the next message must not follow one without an answer
-            else:
-                messages.append({"role": "assistant", "content": answer})
+        try:
+            if text.startswith("/"):
+                console.print(conversation.command(text), style="dim", markup=False)
+            elif text and (answer := _show(console, model.stream(conversation.ask(text)))):
+                conversation.keep(text, answer)
+        except SegueError as error:
+            # The message is not kept: the next one must not follow one without an answer.
+            console.print(f"\n{error.message}", style="red", markup=False)
+
+
+def read_message(line_of: Callable[[str], str]) -> str:
+    r"""Return a message of one line, or of several: between triple quotes, or with ``\`` at a line's end.
+
+    ``line_of`` shows a prompt and returns a line; what it raises, as at the end of the input, ends this too.
+    """
+    line = line_of(PROMPT)
+    if line.lstrip().startswith(QUOTES):
+        lines = [line.lstrip().removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(line_of(MORE))
+        return "\n".join(lines).rstrip().removesuffix(QUOTES)
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(line_of(MORE))
+    return "\n".join(lines)
+
+
+def _line_reader() -> Callable[[str], str]:
+    """Return a function that shows a prompt and reads a line; on a terminal it can be edited."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return input
+    try:
+        import readline  # noqa: F401, `input` uses it: arrow keys, the lines before, and pasted lines
+    except ImportError:  # a Python without it
+        return input
+    # Between \1 and \2 is what takes no place on the line.
+    return lambda prompt: input(f"\1\x1b[1;36m\2{prompt}\1\x1b[0m\2")
+
+
+def _typed() -> str:
+    """Return what stood on the line when Ctrl-C dropped it, as far as that is known."""
+    readline = sys.modules.get("readline")
+    return "" if readline is None else str(readline.get_line_buffer())
 
 
 def _show(console: Console, answer: Iterator[str]) -> str:

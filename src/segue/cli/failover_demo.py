@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from segue.checkpoint.bundled import NAME
-from segue.cli.chat import RemoteChat
+from segue.cli.backends import Ask, RemoteModel
 from segue.cli.flags import setting
 from segue.cli.remote import Remote
 from segue.cluster.pod_process import PodProcess, TakeoverTimes
@@ -102,9 +102,10 @@ def failover_demo(
 
 def _ask(pod: PodProcess, tokens: int) -> WatchedStream:
     """Send the question; the reply is read by a thread."""
-    chat = RemoteChat(Remote(pod.url, None), {"temperature": 0, "max_tokens": tokens, "ignore_eos": True})
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     stream = WatchedStream()
-    reply = chat.reply([{"role": "user", "content": QUESTION}])
+    question = {"role": "user", "content": QUESTION}
+    reply = RemoteModel(Remote(pod.url, None)).stream(Ask(messages=[question], sampling=sampling))
     threading.Thread(target=stream.read, args=(reply,), daemon=True).start()
     return stream
 

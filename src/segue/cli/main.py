@@ -5,10 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -16,14 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 import segue
+from segue.cli.asking import MaxTokens, Temperature, TopP, given, opened
 from segue.cli.bench import bench_app
-from segue.cli.chat import LocalChat, RemoteChat, converse, pieces
+from segue.cli.chat import Conversation, converse
 from segue.cli.doctor import doctor
 from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
+from segue.cli.generate import generate
 from segue.cli.gms import gms_app
-from segue.cli.quiet import quiet
-from segue.cli.remote import Remote, control_app
+from segue.cli.remote import ClientKey, ServerUrl, control_app
 from segue.cli.reporting import errors_in_red
 from segue.cli.serving import SETTINGS, router, run_cluster, serve, size_in_words
 from segue.cluster.config import ClusterConfig
@@ -32,9 +31,6 @@ from segue.errors import CacheDirectoryError, ModelFileError
 from segue.listener import bind, listen
 from segue.logs import LogFormat, configure
 from segue.router.config import RouterConfig
-
-if TYPE_CHECKING:
-    from segue.api.engine import Engine
 
 app = typer.Typer(
     name="segue",
@@ -48,6 +44,7 @@ app.command("router")(router)
 app.add_typer(bench_app, name="bench")
 app.add_typer(gms_app, name="gms")
 app.add_typer(control_app)
+app.command("generate")(generate)
 app.command("doctor")(doctor)
 app.command("failover-demo")(failover_demo)
 
@@ -74,19 +71,8 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
-SAMPLING = "Sampling"
-
 CacheDir = Annotated[str | None, setting("cache_dir", "Where models are kept.", group="Model")]
 TrainingDType = Literal["float32", "bfloat16"]
-MaxTokens = Annotated[
-    int | None,
-    setting("max_tokens", "Maximum tokens of an answer; default: the rest of the context.", group=SAMPLING),
-]
-Temperature = Annotated[float, setting("temperature", "0 always takes the likeliest token.", group=SAMPLING)]
-TopP = Annotated[
-    float,
-    setting("top_p", "Sample from the likeliest tokens that have this probability together.", group=SAMPLING),
-]
 
 
 @app.command()
@@ -103,42 +89,20 @@ def cluster(config: ClusterConfig) -> None:
 
 @app.command()
 @with_options(EngineConfig, without=SERVER_GROUPS)
-def generate(
-    config: EngineConfig,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-) -> None:
-    """Continue a text, and print the continuation while it is generated."""
-    params = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    with _engine(config) as engine:
-        for piece in pieces(engine.generate(prompt, params, stream=True)):
-            typer.echo(piece, nl=False)
-        typer.echo()
-
-
-@app.command()
-@with_options(EngineConfig, without=SERVER_GROUPS)
 def chat(
     config: EngineConfig,
-    url: Annotated[
-        str | None, setting("url", "Talk to this server instead of starting an engine.", group="Chat")
-    ] = None,
-    key: Annotated[str | None, setting("key", "The server's API key.", group="Chat")] = None,
+    url: ServerUrl = None,
+    api_key: ClientKey = None,
     system: Annotated[str | None, setting("system", "A system message.", group="Chat")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
 ) -> None:
-    """Talk to a model in the terminal."""
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    if url is not None:
-        given = {name: value for name, value in params.items() if value is not None}
-        converse(RemoteChat(Remote(url, key), given), system)
-        return
-    with _engine(config) as engine:
-        converse(LocalChat(engine, params), system)
+    """Talk to a model in the terminal; /help lists the commands."""
+    sampling = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    conversation = Conversation(system, sampling)
+    with opened(config, url, api_key) as model:
+        converse(model, conversation)
 
 
 @app.command()
@@ -243,18 +207,6 @@ def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Pa
             name = None
         num_bytes = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
         yield str(name or directory.parent.name[:12]), "converted", num_bytes, directory
-
-
-@contextmanager
-def _engine(config: EngineConfig) -> Iterator[Engine]:
-    """Run an engine for one command; it is shut down when the ``with`` block ends."""
-    config = quiet(config)
-    from segue.api.engine import Engine  # `segue router` starts 0.2 s sooner without it
-
-    with Console(stderr=True).status(f"Loading {config.model or 'the bundled model'} …"):
-        engine = Engine(**asdict(config))
-    with engine:
-        yield engine
 
 
 def _cache_dir(given: str | None) -> str:

@@ -39,11 +39,33 @@ ApiKey = Annotated[
         rich_help_panel=SERVER,
     ),
 ]
+# Of commands that ask a server for text, in place of an engine of their own.
+ServerUrl = Annotated[
+    str | None, setting("url", "Use this server instead of starting an engine.", group=SERVER)
+]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        "--key",
+        help="The server's API key. [dim]SEGUE_API_KEY[/dim]",
+        envvar=["SEGUE_API_KEY", "SEGUE_KEY"],
+        show_envvar=False,
+        rich_help_panel=SERVER,
+    ),
+]
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 class RemoteError(SegueError):
     """The server cannot be reached, or it refused the request."""
+
+
+class ServerUnavailableError(RemoteError):
+    """The server cannot be reached, has no room now, or broke its answer off: later it may answer."""
+
+
+UNAVAILABLE = (408, 429, 502, 503, 504)  # statuses that mean this
 
 
 class Remote:
@@ -71,16 +93,17 @@ class Remote:
                 self.url + path, data, api_key=self._key, timeout_s=timeout, by_proxy=by_proxy
             )
         except (OSError, HTTPException, ValueError) as error:
-            raise RemoteError(
+            raise ServerUnavailableError(
                 f"cannot reach {self.url}: {str(getattr(error, 'reason', error)).strip()}; check --url"
             ) from None
         try:
             with response:
                 if response.status != 200:
-                    raise RemoteError(f"{self.url}{path}: {response.status} {_reason(response)}")
+                    kind = ServerUnavailableError if response.status in UNAVAILABLE else RemoteError
+                    raise kind(f"{self.url}{path}: {response.status} {_reason(response)}")
                 yield response
         except (OSError, HTTPException) as error:
-            raise RemoteError(
+            raise ServerUnavailableError(
                 f"{self.url} ended in the middle of its answer ({error}); see the server's log"
             ) from None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
