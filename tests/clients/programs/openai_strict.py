@@ -36,6 +36,12 @@ def models() -> None:
     assert card.id == MODEL and client.models.retrieve(MODEL) == card
 
 
+def put_together(body: dict[str, Any]) -> Any:
+    """The choice that the client's own helper makes of a stream's events."""
+    with client.chat.completions.stream(**body) as stream:
+        return stream.get_final_completion().choices[0]
+
+
 def chat() -> None:
     whole = client.chat.completions.create(**CHAT)
     (choice,) = whole.choices
@@ -51,9 +57,15 @@ def chat() -> None:
     assert (ours.prompt_tokens, ours.completion_tokens) == (theirs.prompt_tokens, theirs.completion_tokens)
     assert ours.total_tokens == ours.prompt_tokens + ours.completion_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    with client.chat.completions.stream(**CHAT) as stream:  # which puts the message together itself
-        stream.until_done()
-        assert stream.get_final_completion().choices[0].message.content == text
+    stop = text.split()[-1]
+    final = put_together(CHAT | {"stop": [stop]})
+    assert (final.finish_reason, final.message.content) == ("stop", text[: text.index(stop)])
+    try:
+        put_together(CHAT | {"max_completion_tokens": 1})
+    except openai.LengthFinishReasonError as error:  # by which it tells that the reply is not complete
+        assert text.startswith(error.completion.choices[0].message.content or "?")
+    else:
+        raise AssertionError("no LengthFinishReasonError")
     again = client.chat.completions.create(
         **{**CHAT, "messages": [*MESSAGES, choice.message, {"role": "user", "content": "Why?"}]}
     )
