@@ -11,11 +11,11 @@ from typing import Annotated, Any, NoReturn, cast, get_type_hints
 from msgspec import Meta, structs
 
 from segue.errors import ContextLengthError, InvalidRequestError, invalid_value, short_repr
+from segue.frontend.choices import SEED_LIMIT, choice_seed
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
-SEED_LIMIT = 1 << 63
 # Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
 MAX_ENTRIES = 1 << 18
 DEFAULT_MAX_LOGPROBS = 20
@@ -107,9 +107,14 @@ class SamplingOptions:
         )
 
     def prompt_params(
-        self, shared: SamplingParams, prompt_len: int, limits: RequestLimits, seed: int | None = None
+        self,
+        shared: SamplingParams,
+        prompt_len: int,
+        limits: RequestLimits,
+        seed: int | None = None,
+        choice: int = 0,
     ) -> SamplingParams:
-        """Return the parameters for one prompt of ``prompt_len`` tokens.
+        """Return the parameters for choice ``choice`` of one prompt of ``prompt_len`` tokens.
 
         ``seed`` takes the place of a random one, for options without a seed.
 
@@ -128,7 +133,7 @@ class SamplingOptions:
             )
         max_tokens = min(max_tokens, room)
         if self.seed is not None:
-            seed = self.seed % SEED_LIMIT
+            seed = choice_seed(self.seed % SEED_LIMIT, choice)
         return structs.replace(
             shared,
             max_new_tokens=max_tokens,
@@ -192,7 +197,7 @@ def num_entries(options: SamplingOptions) -> int:
 def check_num_entries(count: int, num_prompts: int = 1) -> None:
     """Raise InvalidRequestError for more than MAX_ENTRIES: ``count`` entries for each of ``num_prompts``."""
     if count * num_prompts > MAX_ENTRIES:
-        total = f" for {num_prompts} prompts, {count * num_prompts} in all" if num_prompts > 1 else ""
+        total = f" for {num_prompts} choices, {count * num_prompts} in all" if num_prompts > 1 else ""
         raise InvalidRequestError(
             f"logit_bias and stop_token_ids have {count} entries{total}; at most {MAX_ENTRIES} are "
             "allowed in one call: give fewer entries, or send the prompts in several calls",

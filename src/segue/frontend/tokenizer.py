@@ -170,7 +170,7 @@ class PromptEncoder:
         num = sum(num_entries(options) + len(options.stop) for options in all_options)
         cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
-            return self._encode_all(requests, self._shared_params(requests))
+            return self._encode_all(requests, self._shared_params(requests), [])
         work = asyncio.ensure_future(self._encode_in_pieces(requests))
         call.encoding = work  # so that the abort of all requests can cancel it
         try:
@@ -218,18 +218,27 @@ class PromptEncoder:
             check_token_ids(prompt, self.limits, request.param)
             raise
         check_token_ids(ids, self.limits, request.param)
-        check_token_ids(request.outputs, self.limits, "outputs")
         return ids
 
     def _encode_all(
-        self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
+        self,
+        requests: Sequence[GenerateRequest],
+        shared: dict[int, SamplingParams],
+        encoded: list[EncodedPrompt],
     ) -> list[EncodedPrompt]:
-        """Encode prompts. ``shared``: see :meth:`_shared_params`."""
-        encoded: list[EncodedPrompt] = []
+        """Encode prompts, and return them behind those of the call that are ``encoded`` already.
+
+        A choice behind the first one of its prompt has the token ids of the choice before it. ``shared``: see
+        :meth:`_shared_params`.
+        """
+        encoded = list(encoded)
         for request in requests:
-            ids = self.encode(request)
+            ids = encoded[-1][0] if request.choice else self.encode(request)
+            check_token_ids(request.outputs, self.limits, "outputs")
             options = request.options
-            params = options.prompt_params(shared[id(options)], len(ids), self.limits, request.seed)
+            params = options.prompt_params(
+                shared[id(options)], len(ids), self.limits, request.seed, request.choice
+            )
             encoded.append((ids, params))
         return encoded
 
@@ -276,7 +285,7 @@ class PromptEncoder:
         for part in _split(requests):
             if len(part) == 1:
                 await self.check_parts(part[0])
-            encoded += await self.thread_pool.run(partial(self._encode_all, part, shared))
+            encoded = await self.thread_pool.run(partial(self._encode_all, part, shared, encoded))
         return encoded
 
     def tokenizer_for(self, param: str) -> Tokenizer:
@@ -334,7 +343,9 @@ def _split(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest
 
 
 def _cost(request: GenerateRequest) -> int:
-    """Return the cost of a prompt, as a number of characters to tokenize."""
+    """Return the cost of a prompt, as a number of characters to tokenize; only its first choice has any."""
+    if request.choice:
+        return 0
     prompt = request.prompt
     return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
 

@@ -23,14 +23,18 @@ from segue.messages.requests import Finished
 encode = msgspec.json.Encoder().encode
 
 
-def usage(ends: Sequence[Finished]) -> dict[str, Any]:
-    """Return ``usage``: the tokens of all choices, of which ``ends`` are the ends."""
-    prompt, completion = sum(end.prompt_tokens for end in ends), sum(end.num_tokens for end in ends)
+def usage(ends: Sequence[Finished], n: int) -> dict[str, Any]:
+    """Return ``usage``: the tokens of all choices, of which ``ends`` are the ends, ``n`` of each prompt.
+
+    A prompt counts once, as its first choice has computed it.
+    """
+    prompts = ends[::n]
+    prompt, completion = sum(end.prompt_tokens for end in prompts), sum(end.num_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in ends)},
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
     }
 
 
@@ -205,7 +209,7 @@ class Chunks:
         self._shows_tokens = choices.has_logprobs or choices.parts.shows_ids
         self._long = choices.long_echoes()
         self._openings: dict[int, bytes] = {}  # that were made before they are sent
-        self._usage = wanted.usage_in_stream
+        self._usage, self._n = wanted.usage_in_stream, wanted.n
         # The client has the first chunk already where a request begins with outputs.
         self._begun = {
             index
@@ -262,7 +266,7 @@ class Chunks:
 
     def usage(self, ends: Sequence[Finished]) -> bytes:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
-        return self._head + b'],"usage":' + encode(usage(ends)) + b"}\n\n" if self._usage else b""
+        return self._head + b'],"usage":' + encode(usage(ends, self._n)) + b"}\n\n" if self._usage else b""
 
     def _chunk(
         self,
