@@ -194,3 +194,28 @@ def test_choices_go_on_behind_a_pause(fleet: Fleet, mode: str) -> None:
                 client.post("/abort_request", json={"rid": "mine"})
     assert [ids[i][:60] for i in range(3)] == [choice["token_ids"] for choice in expected]
     assert reasons == ["abort"] * 3
+
+
+def test_only_allowed_tokens_come_and_no_bad_words(fleet: Fleet) -> None:
+    params = PARAMS | {"allowed_token_ids": [70, 71, 72], "n": 2, "temperature": 2.0}
+    reply = generate(fleet, sampling_params=params)
+    ids = [token for choice in reply["choices"] for token in choice["token_ids"]]
+    assert set(ids) == {70, 71, 72}
+    assert [choice["token_ids"] for choice in reply["choices"]] == [
+        each["output_ids"] for each in native(fleet, n=2, temperature=2.0, allowed_token_ids=[70, 71, 72])
+    ]
+    text = fleet.one.client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    twos = {text[i : i + 2] for i in range(0, 40) if text[i] != text[i + 1]}
+    without = generate(fleet, sampling_params=params | {"bad_words": [*twos]})
+    for choice in without["choices"]:
+        found = fleet.one.client.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
+        assert len(found) == 24 and not any(word in found for word in twos)
+
+
+@pytest.mark.parametrize(("keeps", "text"), [(True, "d" * 9), (False, "d" * 6)])
+def test_a_stop_string_counts_behind_min_tokens_and_may_stay_in_the_text(
+    fleet: Fleet, keeps: bool, text: str
+) -> None:
+    fields = {"allowed_token_ids": [70], "max_tokens": 20, "min_tokens": 6, "stop": "ddd"}
+    (choice,) = complete(fleet, **fields, include_stop_str_in_output=keeps)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")

@@ -58,6 +58,8 @@ class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

@@ -224,7 +224,7 @@ def _sampling(options: SamplingOptions, max_tokens: int, n: int) -> dict[str, An
     for name in (
         *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
         *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos"),
-        *("skip_special_tokens", "logprobs"),
+        *("allowed_token_ids", "bad_words", "skip_special_tokens", "logprobs"),
     ):
         if (value := getattr(options, name)) != getattr(default, name):
             found[name] = value

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer as Backend
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
+from segue.frontend.bad_words import Words, token_sequences
 from segue.frontend.request import GenerateRequest, Generation
-from segue.frontend.sampling_options import RequestLimits, num_entries
+from segue.frontend.sampling_options import RequestLimits, SamplingOptions, num_entries
 from segue.frontend.thread_pool import ThreadPool
 from segue.messages.requests import SamplingParams
 from segue.sizes import ceil_div
@@ -248,7 +249,18 @@ class PromptEncoder:
         Prompts that share their options share the parameters, too. It comes before any prompt is tokenized.
         """
         all_options = {id(request.options): request.options for request in requests}
-        return {key: options.shared_params(self.limits) for key, options in all_options.items()}
+        return {
+            key: options.shared_params(self.limits, self._bad_words(options))
+            for key, options in all_options.items()
+        }
+
+    def _bad_words(self, options: SamplingOptions) -> Words:
+        """Return the bad words of options as tokens."""
+        if not options.bad_words:
+            return ()
+        options.check(self.limits)  # before it takes time
+        encode = partial(self.tokenizer_for("bad_words").encode, add_special_tokens=False)
+        return token_sequences(options.bad_words, encode, self.limits.vocab_size)
 
     def check_num_chars(self, count: int, param: str) -> None:
         """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
@@ -291,8 +303,8 @@ class PromptEncoder:
     def tokenizer_for(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises InvalidRequestError for the field ``param`` if the model has none."""
         if self.tokenizer is None:
-            text = "this model has no tokenizer; give the prompt as token ids"
-            raise InvalidRequestError(text, param=param)
+            remedy = "leave it out" if param == "bad_words" else "give the prompt as token ids"
+            raise InvalidRequestError(f"this model has no tokenizer; {remedy}", param=param)
         return self.tokenizer
 
 

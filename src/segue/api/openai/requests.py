@@ -74,6 +74,8 @@ class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None  # at most MAX_BIASES
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
