@@ -96,7 +96,7 @@ def _mask_bad_words(logits: Tensor, rows: Sequence[RuledRow], token_pool: Tensor
     rows = [each for each in rows if len(each.rules.bad_last)]
     if not rows:
         return
-    width = max(each.rules.bad_first.shape[1] for each in rows)
+    width = max(1, *(each.rules.bad_first.shape[1] for each in rows))  # no tensor is empty
     # One entry per word from here on: `first` is [W, L].
     first = np.concatenate(
         [
@@ -110,6 +110,8 @@ def _mask_bad_words(logits: Tensor, rows: Sequence[RuledRow], token_pool: Tensor
         np.repeat(_column(rows, name), counts) for name in ("row", "slot", "position", "num_outputs")
     )
     fits = (first >= 0).sum(axis=1) <= num_outputs  # a word does not begin in the prompt
+    if not fits.any():
+        return
     first, last, row, slot, position = (each[fits] for each in (first, last, row, slot, position))
     device = logits.device
     places = np.clip(position[:, None] - width + np.arange(width), 0, None)
