@@ -79,8 +79,8 @@ def test_null_asks_for_nothing_in_every_field_and_anything_else_is_named(place: 
 @pytest.mark.parametrize(
     ("route", "field", "value"),
     [
-        ("chat", "n", True),
-        ("chat", "n", 2),
+        ("chat", "use_beam_search", 0),
+        ("chat", "use_beam_search", True),
         ("chat", "echo", True),
         ("chat", "kv_transfer_params", {"do_remote_decode": True}),
         ("completions", "length_penalty", 2.0),

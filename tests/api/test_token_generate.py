@@ -58,9 +58,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
 @pytest.mark.parametrize(
     ("params", "fields", "param"),
     [
-        ({"n": 2}, {}, "n"),
         ({"structured_outputs": {"regex": "a"}}, {}, "structured_outputs"),
-        ({"allowed_token_ids": [1]}, {}, "allowed_token_ids"),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, {}, "kv_transfer_params"),
         ({}, {"features": {"mm_hashes": {}}}, "features"),
         ({}, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),

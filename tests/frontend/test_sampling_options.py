@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from segue.errors import ContextLengthError, InvalidRequestError
+from segue.frontend.bad_words import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from segue.frontend.sampling_options import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     RequestLimits,
     SamplingOptions,
+    num_entries,
 )
 from segue.frontend.tokenizer import check_prompt_len, check_token_ids
-from segue.messages.requests import SamplingParams
+from segue.messages.requests import SamplingParams, unpack_ids
 
 LIMITS = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
 
@@ -53,6 +55,11 @@ def build(prompt_len: int = 10, names: dict[str, str] | None = None, **options: 
         ("logit_bias", {50: 1.0}),
         ("logit_bias", {1: 100.5}),
         ("logit_bias", {1: float("nan")}),
+        ("allowed_token_ids", (1, 50)),
+        ("allowed_token_ids", ()),
+        ("bad_words", ("a", "")),
+        ("bad_words", ("a",) * (MAX_BAD_WORDS + 1)),
+        ("bad_words", ("a" * (MAX_BAD_WORD_CHARS + 1),)),
     ],
 )
 def test_a_value_outside_its_rule_is_an_error_that_names_the_field(field: str, value: Any) -> None:
@@ -117,6 +124,14 @@ def test_eos_ids_and_the_clients_stop_the_request() -> None:
     assert build(stop_token_ids=(40, 2)).stop_token_ids == (2, 7, 40)
 
 
+def test_allowed_tokens_travel_once_each_and_bad_words_as_tokens() -> None:
+    made = SamplingOptions(allowed_token_ids=[7, 3, 7], bad_words=["a"])
+    params = made.shared_params(LIMITS, ((1,), (2, 3)))
+    assert unpack_ids(params.allowed_token_ids) == [3, 7]
+    assert params.bad_words == ((1,), (2, 3))
+    assert num_entries(made) == 3 + 1
+
+
 def test_ignore_eos_leaves_the_clients_stop_tokens() -> None:
     assert build(stop_token_ids=(40,), ignore_eos=True).stop_token_ids == (40,)
 
@@ -179,6 +194,12 @@ def test_token_ids_out_of_range_are_errors(wrong: int) -> None:
         ({"logprobs": 21}, "logprobs=21: at most 20 (--max-logprobs) are allowed"),
         ({"num_prompt_top": 21}, "num_prompt_top=21: at most 20 (--max-logprobs) are allowed"),
         ({"logit_bias": {50: 1.0}}, "logit_bias=50: must be at least 0 and at most 49"),
+        ({"allowed_token_ids": [50]}, "allowed_token_ids=50: must be at least 0 and at most 49"),
+        (
+            {"allowed_token_ids": []},
+            "allowed_token_ids=[]: must have at least one token id; leave it out to allow all",
+        ),
+        ({"bad_words": [""]}, "bad_words='': an empty string cannot be a bad word; leave it out"),
         ({"min_tokens": 6, "max_tokens": 5}, "min_tokens=6: must be at most max_tokens=5"),
     ],
 )

@@ -25,6 +25,7 @@ from segue.errors import (
     SegueError,
 )
 from segue.failover.life import Life, LifeState
+from segue.frontend.choices import choice_seed
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.tokenizer import Tokenizer
@@ -319,6 +320,46 @@ def test_a_batchs_id_aborts_its_children_that_still_run(bench: Bench) -> None:
         del bench.sent[:]
         bench.manager.abort("batch", message="enough")
         assert sorted(bench.sent, key=str) == [Abort("a", message="enough"), Abort("c", message="enough")]
+
+    run(work())
+
+
+def test_a_prompts_id_aborts_its_choices_and_a_batchs_id_those_of_all_prompts(bench: Bench) -> None:
+    def choice(prompt: str, number: int) -> GenerateRequest:
+        each = request(f"{prompt}-{number}", seed=7)
+        return replace(each, group=prompt, choice=number, prompt=[65] if prompt == "a" else [66])
+
+    async def work() -> None:
+        calls = [choice(prompt, number) for prompt in "ab" for number in range(3)]
+        await bench.manager.submit(calls, "batch")
+        sent = [message for message in bench.sent if isinstance(message, AddRequest)]
+        assert [unpack_ids(message.prompt) for message in sent] == [[65]] * 3 + [[66]] * 3
+        assert [message.params.seed for message in sent] == [
+            choice_seed(7, number) for number in (0, 1, 2)
+        ] * 2
+        with pytest.raises(InvalidRequestError, match="rid='a' is in flight"):
+            await bench.submit(request("a"))
+        bench.step(("a-1", 70), finished=(ended("a-1", 1),))
+        del bench.sent[:]
+        bench.manager.abort("a")
+        assert {message.rid for message in bench.sent if isinstance(message, Abort)} == {"a-0", "a-2"}
+        bench.step(finished=(ended("a-0", 0), ended("a-2", 0)))
+        await bench.submit(request("a"))
+        del bench.sent[:]
+        bench.manager.abort("batch")
+        assert {message.rid for message in bench.sent if isinstance(message, Abort)} == {"b-0", "b-1", "b-2"}
+        bench.step(finished=tuple(ended(f"b-{number}", 0) for number in range(3)))
+        assert bench.manager._batches == {}
+
+    run(work())
+
+
+def test_choices_that_are_refused_leave_no_ids_behind(bench: Bench) -> None:
+    async def work() -> None:
+        calls = [replace(request(f"a-{i}", prompt=[9999]), group="a", choice=i) for i in range(2)]
+        with pytest.raises(InvalidRequestError, match="9999"):
+            await bench.manager.submit(calls, "a")
+        assert bench.manager._batches == {} and bench.manager.num_requests == 0
 
     run(work())
 

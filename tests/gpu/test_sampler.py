@@ -21,6 +21,8 @@ KINDS = [
     {"temperature": 1.3, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     {"temperature": 0.0, "logit_bias": {7: 20.0}, "min_new_tokens": 4, "stop_token_ids": (7, 9)},
     {"temperature": 0.5, "logprobs": 3},
+    {"temperature": 2.0, "allowed_token_ids": pack_ids(range(0, VOCAB, 7)), "bad_words": ((14,), (1, 2, 21))},
+    {"temperature": 0.0, "bad_words": tuple((slot + 19, best) for slot in range(ROWS) for best in (1, 5, 9))},
 ]
 
 

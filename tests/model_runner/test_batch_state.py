@@ -80,26 +80,26 @@ def test_a_slot_that_is_used_again_keeps_nothing_of_the_previous_request():
     state.apply(_plan(2, (0, 0, 2), new=[_new_slot(0, [4, 4], temperature=0.0)], pages=[(0, 0, [9])]))
     assert state.page_table.data[0, :3].tolist() == [9, SCRATCH, SCRATCH]
     assert state.host.inverse_temperature[0] == 0.0
-    assert state.extras == {}
+    assert state.rules == {}
     assert state.lengths[0] == 2
 
 
-def test_rare_parameters_are_kept_in_the_extras():
+def test_rules_about_tokens_are_kept_per_slot():
     state = _state()
     new = _new_slot(
         1, [1], logit_bias={4: -1.5, 9: 100.0}, min_new_tokens=2, stop_token_ids=(2, 3), logprobs=4
     )
     state.apply(_plan(1, (1, 0, 1), new=[new], pages=[(1, 0, [0])]))
-    extras = state.extras[1]
-    assert extras.ids.tolist() == [4, 9, 2, 3] and extras.num_always == 2
-    assert extras.values.tolist() == [-1.5, 100.0, *[np.float32(-1e30)] * 2]
+    rules = state.rules[1]
+    assert rules.ids.tolist() == [4, 9, 2, 3] and rules.num_always == 2
+    assert rules.values.tolist() == [-1.5, 100.0, *[np.float32(-1e30)] * 2]
     assert state.host.num_top.tolist() == [-1, 4, -1, -1]
 
 
 def test_stop_tokens_need_no_mask_without_min_new_tokens():
     state = _state()
     state.apply(_plan(1, (1, 0, 1), new=[_new_slot(1, [1], stop_token_ids=(2,))], pages=[(1, 0, [0])]))
-    assert state.extras == {}
+    assert state.rules == {}
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])

@@ -58,6 +58,7 @@ MIXED = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
     {"temperature": 2.0, "seed": 3, "min_p": 0.05, "logit_bias": {8: 3.0}},
     {"temperature": 1.0, "seed": 1},
+    {"temperature": 3.0, "seed": 1, "bad_words": ((8,), (4, 5, 9)), "allowed_token_ids": pack_ids(range(50))},
 ]
 
 
@@ -192,6 +193,68 @@ def test_a_bias_cannot_bring_a_masked_stop_token_back():
     assert Slots(options).tokens(logits) == [4]
 
 
+def test_only_allowed_tokens_are_drawn_and_a_bias_cannot_bring_another_one_back():
+    allowed = (7, 300, 301)
+    options = {"allowed_token_ids": pack_ids(allowed), "logit_bias": {8: 100.0, 301: -100.0}}
+    logits = _logits(40).repeat(2, 1)
+    kinds = [{"temperature": 5.0, "seed": 1} | options] * 40 + [
+        {"temperature": 1e20, "top_p": 0.9} | options
+    ] * 40
+    found = Slots(*kinds, {"temperature": 0.0}).tokens(torch.cat([logits, logits[:1]]))
+    assert set(found[:-1]) <= set(allowed) and {7, 300} <= set(found[:40])
+    assert found[-1] == logits[0].argmax().item(), "a row without rules is left alone"
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ((), {9}),
+        ((8,), {9}),
+        ((7, 8), {9, 11}),
+        ((1, 7, 8), {9, 11}),
+        ((8, 7), {9, 12}),
+        ((5, 6), {9}),  # 5 is the prompt's last token: a word does not begin in the prompt
+        ((7, 8, 7), {9, 12}),
+    ],
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(output, banned):
+    words = ((9,), (7, 8, 11), (7, 12), (5, 5, 6, 13))
+    ends = [9, 11, 12, 13]
+    logits = torch.zeros(len(ends) + 1, VOCAB)
+    logits[:, 20] = 40.0
+    for row, token in enumerate(ends):
+        logits[row, token] = 50.0
+    for options in ({"temperature": 0.0}, {"temperature": 0.1, "seed": 3}):
+        # The other request has words of another length.
+        kinds = [{**options, "bad_words": words}] * len(ends) + [{**options, "bad_words": ((2, 20),)}]
+        found = Slots(*kinds, output=output).tokens(logits)
+        assert found == [20 if token in banned else token for token in ends] + [20]
+
+
+def test_where_the_rules_leave_no_token_an_allowed_one_is_drawn():
+    options = {"allowed_token_ids": pack_ids([4, 5]), "bad_words": ((4,), (5,))}
+    options |= {"min_new_tokens": 5, "stop_token_ids": (4, 5)}
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 1}, {"temperature": 1e-5, "seed": 1}):
+        assert Slots(kind | options).tokens(_logits(1))[0] in (4, 5)
+
+
+def test_a_stop_token_may_be_allowed_and_is_still_masked_until_min_new_tokens():
+    options = {"temperature": 0.0, "allowed_token_ids": pack_ids([9, 10]), "stop_token_ids": (9,)}
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 5.0
+    options["min_new_tokens"] = 1
+    assert Slots(options).tokens(logits) == [10]
+    assert Slots(options, output=(10,)).tokens(logits) == [9]
+
+
+@pytest.mark.parametrize(
+    "rules", [{"logit_bias": {1: 1.0}}, {"bad_words": ((1,),)}, {"allowed_token_ids": b"\0" * 4}]
+)
+def test_rules_about_tokens_need_full_sampling(rules):
+    """Graphs capture plain and filtered sampling, which know no rules."""
+    assert SamplingParams(max_new_tokens=1, **rules).sampling_mode == "full"
+
+
 def test_logprobs_are_of_the_raw_logits():
     logits = _logits(1)
     options = {
@@ -199,6 +262,8 @@ def test_logprobs_are_of_the_raw_logits():
         "top_k": 3,
         "presence_penalty": 2.0,
         "logit_bias": {1: 50.0},
+        "bad_words": ((logits.argmax().item(),),),
+        "allowed_token_ids": pack_ids([1, 2]),
         "logprobs": 3,
     }
     sampled = Slots(options).sample(logits)
@@ -250,6 +315,7 @@ EXTREMES = [
     {"temperature": 1e-5, "repetition_penalty": 0.01, "presence_penalty": 2.0, "frequency_penalty": 2.0},
     {"temperature": 0.0, "min_new_tokens": 9, "stop_token_ids": tuple(range(VOCAB))},
     {"temperature": 1.0, "min_new_tokens": 9, "stop_token_ids": tuple(range(VOCAB))},
+    {"temperature": 1e-30, "seed": 1, "allowed_token_ids": pack_ids([3]), "bad_words": ((3,), (3, 3))},
 ]
 
 

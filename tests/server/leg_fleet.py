@@ -98,6 +98,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "native, rid": native(rid="mine", params={"sampling_seed": 3}),
+    "native, choices": native(rid="mine", params={"sampling_seed": 3, "n": 2, "max_new_tokens": 6}),
     "chat": openai(CHAT),
     "chat, usage and logprobs": openai(CHAT, logprobs=True, top_logprobs=3, **USAGE),
     "chat, bytes of characters": openai(CHAT, logit_bias=BYTES, max_tokens=30),
@@ -105,6 +106,7 @@ CASES: dict[str, Case] = {
     "completion": openai(COMPLETION),
     "completion, logprobs": openai(COMPLETION, logprobs=2, **USAGE),
     "completion, batch": openai(COMPLETION, prompt=["Hello", "How are you?"], **USAGE),
+    "completion, choices": openai(COMPLETION, prompt=["Hello", "Hi"], n=2, max_tokens=2, **USAGE),
     "completion, greedy": openai(COMPLETION, temperature=0),
     "completion, echo and ids": openai(
         COMPLETION, echo=True, logprobs=1, return_token_ids=True, max_tokens=3

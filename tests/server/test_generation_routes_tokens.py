@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -115,3 +116,106 @@ def test_an_echo_and_its_continuation(
     assert "".join(part["text"] for part in parts) == choice["text"]
     for name, values in choice["logprobs"].items():
         assert [each for part in parts if part["logprobs"] for each in part["logprobs"][name]] == values
+
+
+def test_each_route_gives_the_same_choices_and_the_first_is_what_one_alone_is(fleet: Fleet) -> None:
+    alone = generate(fleet)["choices"][0]
+    reply = generate(fleet, sampling_params=PARAMS | {"n": 3})
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert reply["choices"][0] == alone
+    ids = [choice["token_ids"] for choice in reply["choices"]]
+    assert len(set(map(tuple, ids))) == 3
+    assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (6, 3 * 24)
+    assert [each["output_ids"] for each in native(fleet, n=3)] == ids
+    fields = {name: value for name, value in PARAMS.items() if name != "logprobs"}
+    pairs = complete(fleet, prompt=[PROMPT, PROMPT[1:]], n=3, return_token_ids=True, **fields)["choices"]
+    assert [choice["token_ids"] for choice in pairs[:3]] == ids
+    assert [choice["prompt_token_ids"] for choice in pairs] == [PROMPT] * 3 + [PROMPT[1:]] * 3
+    assert [choice["index"] for choice in pairs] == list(range(6))
+    equal = complete(fleet, n=2, max_tokens=4, temperature=0)["choices"]
+    assert equal[0] | {"index": 1} == equal[1]
+
+
+def test_choices_are_streamed_side_by_side(fleet: Fleet) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 1}
+    body |= {"max_tokens": 8, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = read_stream(fleet.one.client, "/v1/chat/completions", body)
+    del body["stream_options"]
+    whole = fleet.one.client.post("/v1/chat/completions", json=body).json()
+    parts: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        parts[choice["index"]].append(choice)
+    for choice in whole["choices"]:
+        found = parts[choice["index"]]
+        assert found[0]["delta"]["role"] == "assistant" and found[-1]["finish_reason"] == "length"
+        assert "".join(part["delta"].get("content", "") for part in found) == choice["message"]["content"]
+    order = [chunk["choices"][0]["index"] for chunk in chunks]
+    assert order != sorted(order), "no choice waits for the one before it"
+    assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] < 60
+    assert last["usage"]["completion_tokens"] == 24
+
+
+def test_the_prompt_of_several_choices_is_computed_once(fleet: Fleet) -> None:
+    ids = [(7 * i) % 200 + 5 for i in range(200)]
+    body = {"input_ids": ids, "sampling_params": {"n": 5, "max_new_tokens": 2, "ignore_eos": True}}
+    replies = fleet.two.client.post("/generate", json=body).json()
+    assert [each["meta_info"]["cached_tokens"] for each in replies] == [0] + [196] * 4  # all full pages
+    usage = fleet.two.client.post(
+        "/v1/completions", json={"prompt": ids[::-1], "n": 5, "max_tokens": 1}
+    ).json()
+    assert usage["usage"]["prompt_tokens"] == 200
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_choices_go_on_behind_a_pause(fleet: Fleet, mode: str) -> None:
+    """The pause falls in the middle, once each choice has a token; the abort of the id ends all."""
+    client, body = fleet.one.client, {"token_ids": PROMPT, "stream": True, "request_id": "mine"}
+    params = PARAMS | {"n": 3, "max_tokens": 400, "logprobs": None}
+    expected = generate(fleet, sampling_params=params | {"max_tokens": 60})["choices"]
+    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    is_paused = is_aborted = False
+    reasons = []
+    with client.stream("POST", "/inference/v1/generate", json=body | {"sampling_params": params}) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            ids[choice["index"]] += choice["token_ids"]
+            if choice["finish_reason"]:
+                reasons.append(choice["finish_reason"])
+            if not is_paused and all(ids.values()):
+                is_paused = True
+                client.post("/pause_generation", json={"mode": mode})
+                client.post("/continue_generation")
+            if not is_aborted and min(map(len, ids.values())) >= 60:
+                is_aborted = True
+                client.post("/abort_request", json={"rid": "mine"})
+    assert [ids[i][:60] for i in range(3)] == [choice["token_ids"] for choice in expected]
+    assert reasons == ["abort"] * 3
+
+
+def test_only_allowed_tokens_come_and_no_bad_words(fleet: Fleet) -> None:
+    params = PARAMS | {"allowed_token_ids": [70, 71, 72], "n": 2, "temperature": 2.0}
+    reply = generate(fleet, sampling_params=params)
+    ids = [token for choice in reply["choices"] for token in choice["token_ids"]]
+    assert set(ids) == {70, 71, 72}
+    assert [choice["token_ids"] for choice in reply["choices"]] == [
+        each["output_ids"] for each in native(fleet, n=2, temperature=2.0, allowed_token_ids=[70, 71, 72])
+    ]
+    text = fleet.one.client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    twos = {text[i : i + 2] for i in range(0, 40) if text[i] != text[i + 1]}
+    without = generate(fleet, sampling_params=params | {"bad_words": [*twos]})
+    for choice in without["choices"]:
+        found = fleet.one.client.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"]
+        assert len(found) == 24 and not any(word in found for word in twos)
+
+
+@pytest.mark.parametrize(("keeps", "text"), [(True, "d" * 9), (False, "d" * 6)])
+def test_a_stop_string_counts_behind_min_tokens_and_may_stay_in_the_text(
+    fleet: Fleet, keeps: bool, text: str
+) -> None:
+    fields = {"allowed_token_ids": [70], "max_tokens": 20, "min_tokens": 6, "stop": "ddd"}
+    (choice,) = complete(fleet, **fields, include_stop_str_in_output=keeps)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")

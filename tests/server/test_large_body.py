@@ -84,6 +84,7 @@ MESSAGE = st.fixed_dictionaries(
 OPTIONS = {
     "logit_bias": BIAS,
     "stop_token_ids": IDS,
+    "allowed_token_ids": IDS,
     "stop": TEXTS | st.lists(TEXTS, max_size=5),
     "temperature": st.floats(0, 2),
 }
@@ -152,25 +153,25 @@ TENSOR = fields({"serialized_named_tensors": STRINGS}, {"load_format": TEXTS})
 def native(body: Any) -> Any:
     call = parse_call(body, MAX_PROMPTS)
     for request in call.requests:
-        check_ids(request.prompt, request.options.stop_token_ids)
+        check_ids(request.prompt, request.options.stop_token_ids, request.options.allowed_token_ids)
     return [(request.prompt, request.options) for request in call.requests]
 
 
 def tokens(body: Any) -> Any:
     (request,) = parse_token_call(body, MODEL).requests
-    check_ids(request.prompt, request.options.stop_token_ids)
+    check_ids(request.prompt, request.options.stop_token_ids, request.options.allowed_token_ids)
     return request.prompt, request.options, request.priority
 
 
 def completions(body: Any) -> Any:
     request = parse_completion(body)
-    check_ids(request.prompt, request.stop_token_ids)
+    check_ids(request.prompt, request.stop_token_ids, request.allowed_token_ids)
     return request
 
 
 def chats(body: Any) -> Any:
     request = parse_chat(body)
-    check_ids(request.stop_token_ids)
+    check_ids(request.stop_token_ids, request.allowed_token_ids)
     return request
 
 
@@ -278,6 +279,7 @@ LARGE = 20_000  # items, more than one piece of each kind
         (completion, "stop", many("1", LARGE), "stop: expected a string or a list of strings"),
         (completion, "stop_token_ids", many("1", MAX_ENTRIES + 1), f"at most {MAX_ENTRIES}"),
         (completion, "stop_token_ids", many("[]", LARGE), "stop_token_ids: expected a list of token ids"),
+        (completion, "allowed_token_ids", many("1", MAX_ENTRIES + 1), f"at most {MAX_ENTRIES}"),
         (completion, "logit_bias", b'{"a":' + many("{}", LARGE) + b"}", "logit_bias: expected an object"),
         (completion, "temperature", many("1", LARGE), "temperature has 40001 bytes of JSON"),
         (chat, "messages", many('{"role":"user","content":""}', LARGE * 8), "640000 strings"),

@@ -103,6 +103,9 @@ def test_each_text_is_rendered_alone(server: LiveServer) -> None:
     assert (first["prompt"], second["prompt"]) == ("ab", "c")
     assert first["sampling_params"] == {"max_tokens": 3, "stop": ["x"], "prompt_logprobs": 2}
     assert first["request_id"] != second["request_id"]
+    one, other = post(server, "/v1/completions/render", body | {"n": 2, "rid": "r"})
+    assert one == first | {"request_id": "r-0", "sampling_params": first["sampling_params"] | {"n": 2}}
+    assert other["request_id"] == "r-1"
     (ids,) = post(server, "/v1/completions/render", body | {"prompt": [1, 2]})
     assert (ids["token_ids"], ids["prompt"]) == ([1, 2], None)
     too_long = post(server, "/v1/completions/render", body | {"prompt": [70] * 600}, status=400)

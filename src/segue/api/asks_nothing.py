@@ -50,8 +50,7 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("kv_transfer_params ec_transfer_params bootstrap_pair_key decode_tp_size", _OPENAI, ({},)),
     ("extra_key", _BODIES, ("", [])),  # `cache_salt` does the same
     ("background", _BODIES, _OFF),
-    # Several choices, and beam search.
-    ("n best_of", _OPENAI, (1,)),
+    # Beam search.
     ("use_beam_search", _OPENAI, _OFF),
     ("beam_width", ("sampling",), (1, 0)),
     ("length_penalty", _OPENAI, (1.0,)),
@@ -62,8 +61,7 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("structured_outputs", _OPENAI, ({},)),
     ("choice", _OPENAI, ()),
     ("guided_json guided_regex guided_choice guided_grammar", _OPENAI, ()),
-    ("allowed_token_ids", _OPENAI, ()),
-    ("bad_words logits_processors", _OPENAI, ([],)),
+    ("logits_processors", _OPENAI, ([],)),
     ("custom_logit_processor", _BODIES, _EMPTY),
     ("custom_params", (*_OPENAI, "sampling"), ({},)),
     ("vllm_xargs", _OPENAI, ({},)),
@@ -116,9 +114,8 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     # vLLM's route for token ids.
     ("features content_parts kv_transfer_params ec_transfer_params", ("tokens",), _EMPTY),
     ("output_mode", ("tokens",), ("tokens",)),
-    ("n best_of", ("token_sampling",), (1,)),
     ("length_penalty", ("token_sampling",), (1.0,)),
-    ("structured_outputs guided_decoding allowed_token_ids bad_words", ("token_sampling",), _EMPTY),
+    ("structured_outputs guided_decoding", ("token_sampling",), _EMPTY),
     ("logits_processors logprob_token_ids prompt_logprob_token_ids", ("token_sampling",), _EMPTY),
     ("prompt_logprob_start truncate_prompt_tokens use_beam_search", ("token_sampling",), _EMPTY),
     ("repetition_detection trace_decode_token_ids watermarking", ("token_sampling",), _EMPTY),

@@ -9,8 +9,8 @@ from dataclasses import replace
 import msgspec
 
 from segue.errors import InvalidRequestError, WrongRoleError, invalid_value, short_repr
+from segue.frontend.choices import SEED_LIMIT
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SEED_LIMIT
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import PromptEncoder
 from segue.messages.leg import Leg, LegOutput, unpack_logprobs

@@ -16,10 +16,11 @@ from msgspec import Raw, Struct, json
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.choices import NumChoices, in_choices
 from segue.api.growing_json import GrowingList, GrowingText
 from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
-from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
+from segue.errors import InvalidRequestError, invalid_value
 from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output, RequestState
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
@@ -59,12 +60,14 @@ class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     keep_stop: bool = False
-    n: int = 1
+    n: NumChoices = 1  # choices per prompt
 
 
 class NativeGenerate(RequestFields, frozen=True, kw_only=True):
@@ -86,14 +89,14 @@ class NativeGenerate(RequestFields, frozen=True, kw_only=True):
 class NativeCall:
     """One call: a single request or a batch."""
 
-    requests: list[GenerateRequest]
+    requests: list[GenerateRequest]  # the choices of one prompt are neighbours
     batch_id: str | None  # None: a single request
     stream: bool
     text_in_logprobs: bool
 
 
 def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> NativeCall:
-    """Check a body and split it into requests, at most ``max_prompts``.
+    """Check a body and split it into requests, one per choice, at most ``max_prompts``.
 
     ``reply_id`` takes the place of random ids, where the client gave none.
 
@@ -108,26 +111,27 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
     prompts, batched = prompts_of(value, param, RULES, max_prompts)
     given = given_rid(call.rid, call.request_id)
     rids, batch_id = _rids(given, len(prompts), batched, reply_id or uuid.uuid4().hex)
-    options = _all_options(call, len(prompts))
+    options, n = _all_options(call, len(prompts))
     for rid in rids:
         check_rid(rid)
     priority, salt = check_fields(call)
+    requests = [
+        GenerateRequest(
+            rid=rid,
+            prompt=prompt,
+            options=option,
+            priority=priority,
+            cache_salt=salt,
+            param=param,
+            bootstrap=bootstrap,
+        )
+        for rid, prompt, option, bootstrap in zip(
+            rids, prompts, options, bootstraps(call, len(prompts)), strict=True
+        )
+    ]
     return NativeCall(
-        requests=[
-            GenerateRequest(
-                rid=rid,
-                prompt=prompt,
-                options=option,
-                priority=priority,
-                cache_salt=salt,
-                param=param,
-                bootstrap=bootstrap,
-            )
-            for rid, prompt, option, bootstrap in zip(
-                rids, prompts, options, bootstraps(call, len(prompts)), strict=True
-            )
-        ],
-        batch_id=batch_id,
+        requests=in_choices(requests, n, max_prompts, separator="_"),
+        batch_id=rids[0] if batch_id is None and n > 1 else batch_id,
         stream=call.stream,
         text_in_logprobs=call.return_text_in_logprobs,
     )
@@ -165,43 +169,47 @@ def _rids(
     return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
 
 
-def _all_options(call: NativeGenerate, count: int) -> list[SamplingOptions]:
-    """Return the options of each of ``count`` prompts: those of one object for all, or of one object each.
+def _all_options(call: NativeGenerate, count: int) -> tuple[list[SamplingOptions], int]:
+    """Return the options of each of ``count`` prompts, and the number of choices of each.
+
+    They are those of one object for all, or of one object each, which have the same number of choices.
 
     Options that are shared are one object, so that they are checked only once. Raises InvalidRequestError for
-    another number of objects, or if the options of all prompts together have too many entries.
+    another number of objects, for several numbers of choices, or if all options together have too many
+    entries.
     """
     params = call.sampling_params
     if not isinstance(params, list):
-        options = _options(params or {}, call)
-        check_num_entries(num_entries(options), count)
-        return [options] * count
+        options, n = _options(params or {}, call)
+        check_num_entries(num_entries(options), count * n)
+        return [options] * count, n
     if len(params) != count:
         text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
         raise InvalidRequestError(text, param="sampling_params")
     defaults = _options({}, call)
-    each_options, entries = [], 0
+    each_options, all_n, entries = [], set(), 0
     for each in params:
-        options = _options(each, call) if each else defaults
-        entries += num_entries(options)
+        options, n = _options(each, call) if each else defaults
+        entries += num_entries(options) * n
         check_num_entries(entries)
         each_options.append(options)
-    return each_options
+        all_n.add(n)
+    if len(all_n) > 1:
+        text = f"n differs between the prompts of a call ({', '.join(map(str, sorted(all_n)))})"
+        raise InvalidRequestError(f"{text}; give the same n to each, or send several calls", param="n")
+    return each_options, all_n.pop()
 
 
-def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
-    """Check one ``sampling_params`` object, and return its options.
+def _options(params: dict[str, Any], call: NativeGenerate) -> tuple[SamplingOptions, int]:
+    """Check one ``sampling_params`` object, and return its options, and its number of choices.
 
     The call, and not the object, says whether log-probabilities are returned. A ``max_new_tokens`` that does
     not fit the context is clamped.
     """
     sampling = parse(NativeSampling, _given(params, "sampling"), rules=RULES)
-    if sampling.n != 1:
-        text = f"n={short_repr(sampling.n)}: only 1 is supported; for more send the prompt several times"
-        raise UnsupportedFieldError(text, param="n")
     if call.top_logprobs_num < 0:
         raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
-    return SamplingOptions.of(
+    options = SamplingOptions.of(
         sampling,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
@@ -209,6 +217,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         must_fit=False,
         names=NAMES,
     )
+    return options, sampling.n
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.choices import NumChoices, in_choices, num_choices
 from segue.api.openai.replies import usage
 from segue.api.openai.requests import StreamOptions, Wanted, check_given_model
 from segue.api.openai.token_fields import Shown, ids_of, prompt_logprobs, prompt_options
@@ -40,6 +41,8 @@ _NAMES = {"num_prompt_top": "prompt_logprobs"}
 class TokenSampling(Struct, frozen=True, kw_only=True):
     """``sampling_params``; None is the default. Without ``max_tokens`` the output fills the context."""
 
+    n: NumChoices | None = None
+    best_of: int | None = None  # as many
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -51,6 +54,8 @@ class TokenSampling(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -74,7 +79,7 @@ class TokenGenerate(RequestFields, frozen=True, kw_only=True):
 
 
 def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None) -> Wanted:
-    """Check a body, and return its call, which has one request.
+    """Check a body, and return its call, which has one request per choice.
 
     ``reply_id`` takes the place of a random id, where the client gave none.
 
@@ -95,7 +100,8 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
     options = SamplingOptions.of(
         sampling, logprobs=logprobs, must_fit=False, names=_NAMES, **prompt_options(wishes, logprobs)
     )
-    check_num_entries(num_entries(options))
+    n = num_choices(sampling.n, sampling.best_of)
+    check_num_entries(num_entries(options), n)
     request = GenerateRequest(
         rid=rid,
         prompt=call.token_ids,
@@ -110,11 +116,12 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
         id=rid,
         created=int(time.time()),
         model=model.names[0],
-        requests=[request],
-        batch_id=None,
+        requests=in_choices([request], n, model.max_prompts),
+        batch_id=rid if n > 1 else None,
         stream=bool(call.stream),
         usage_in_stream=has_usage,
         shown=wishes,
+        n=n,
     )
 
 
@@ -169,7 +176,8 @@ class TokenReplies:
         """Return the last part of a stream, which has the usage and no choice; None if not asked for."""
         if not self._wanted.usage_in_stream:
             return None
-        return {"request_id": self._wanted.id, "choices": [], "usage": usage(self._generation.ends)}
+        of_all = usage(self._generation.ends, self._wanted.n)
+        return {"request_id": self._wanted.id, "choices": [], "usage": of_all}
 
     async def outputs(self) -> tuple[list[Output], int]:
         """Wait for the ends; returns the whole outputs, and how many entries the reply has."""
@@ -193,7 +201,7 @@ class TokenReplies:
             "model": wanted.model,
             "created": wanted.created,
             "choices": [self._choice(index, output) for index, output in enumerate(outputs)],
-            "usage": usage(self._generation.ends),
+            "usage": usage(self._generation.ends, wanted.n),
             "prompt_logprobs": of_prompt,
             **self._prompt_ids(0),
             "kv_transfer_params": None,

@@ -178,11 +178,11 @@ async def render(call: Wanted, model: ServedModel) -> list[dict[str, Any]]:
     encoded = await model.encoder.encode_call(call.requests, generation)
     return [
         {
-            "request_id": request.rid,
+            "request_id": request.group or request.rid,
             "token_ids": _ids(ids),
             "prompt": request.prompt if isinstance(request.prompt, str) else None,
             "features": None,
-            "sampling_params": _sampling(request.options, params.max_new_tokens),
+            "sampling_params": _sampling(request.options, params.max_new_tokens, call.n),
             "model": call.model,
             "stream": call.stream,
             "stream_options": {"include_usage": True} if call.usage_in_stream else None,
@@ -191,6 +191,7 @@ async def render(call: Wanted, model: ServedModel) -> list[dict[str, Any]]:
             "kv_transfer_params": None,
         }
         for request, (ids, params) in zip(call.requests, encoded, strict=True)
+        if request.choice == 0  # the reply to a body has all of them
     ]
 
 
@@ -198,14 +199,14 @@ def _ids(ids: Sequence[int]) -> list[int]:
     return ids.tolist() if isinstance(ids, array) else list(ids)
 
 
-def _sampling(options: SamplingOptions, max_tokens: int) -> dict[str, Any]:
+def _sampling(options: SamplingOptions, max_tokens: int, n: int) -> dict[str, Any]:
     """Return sampling options by vLLM's names: the limit of tokens, and what differs from the defaults."""
-    found: dict[str, Any] = {"max_tokens": max_tokens}
+    found: dict[str, Any] = {"max_tokens": max_tokens} | ({"n": n} if n > 1 else {})
     default = SamplingOptions()
     for name in (
         *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
         *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos"),
-        *("skip_special_tokens", "logprobs"),
+        *("allowed_token_ids", "bad_words", "skip_special_tokens", "logprobs"),
     ):
         if (value := getattr(options, name)) != getattr(default, name):
             found[name] = value

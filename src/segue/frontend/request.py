@@ -44,6 +44,8 @@ class GenerateRequest:
     handoff: Handoff | None = None  # the part that this engine does, where a router has decided it
     leg: str = ""  # the id of the router's leg that it is part of; "": of none
     seed: int | None = None  # for options without a seed; None: a random one
+    choice: int = 0  # its number among the choices of its prompt, which are neighbours in a call
+    group: str = ""  # the id that aborts all choices of its prompt; "": there is one choice
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
     output_end: Finished | None = None  # how the output ended; then nothing is left to generate
@@ -88,7 +90,7 @@ class RequestState:
     table: InitVar[TokenTable]
     created: float  # by the monotonic clock
     changed: asyncio.Event  # of its call; wakes the reader
-    batch_id: str | None = None
+    batches: tuple[str, ...] = ()  # ids by which it is aborted with others of its call
     alias: str = ""  # another id by which it can be aborted, and which other requests may share; "": none
     rid: str = field(init=False)
     leg: str = field(init=False)  # as in the request

@@ -6,17 +6,20 @@ import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, NoReturn, cast, get_type_hints
 
 from msgspec import Meta, structs
 
 from segue.errors import ContextLengthError, InvalidRequestError, invalid_value, short_repr
-from segue.messages.requests import SamplingParams
+from segue.frontend.bad_words import Words, check_bad_words
+from segue.frontend.choices import SEED_LIMIT, choice_seed
+from segue.messages.requests import SamplingParams, pack_ids
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1 << 14  # of all stop strings of a request together
-SEED_LIMIT = 1 << 63
-# Entries of `logit_bias` and `stop_token_ids` in one call, counted once per prompt.
+# Entries of `logit_bias`, `stop_token_ids` and `allowed_token_ids`, and characters of `bad_words`, in one
+# call; they count once per choice.
 MAX_ENTRIES = 1 << 18
 DEFAULT_MAX_LOGPROBS = 20
 _FLOATS = tuple(each.name for each in structs.fields(SamplingParams) if each.type is float)
@@ -59,6 +62,8 @@ class SamplingOptions:
     # Far outside the usual range (1 to 2), yet near enough to 1 that no finite logit overflows.
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None  # None: every token is allowed
+    bad_words: Sequence[str] = ()  # that the output must not have
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -82,8 +87,10 @@ class SamplingOptions:
             given["stop"] = (given["stop"],)
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-    def shared_params(self, limits: RequestLimits) -> SamplingParams:
+    def shared_params(self, limits: RequestLimits, bad_words: Words = ()) -> SamplingParams:
         """Check the options, and return the parameters that any number of prompts share.
+
+        ``bad_words`` are those of the options as tokens.
 
         They lack what depends on the prompt (token limits, seed and start of the prompt logprobs), which
         :meth:`prompt_params` adds.
@@ -102,14 +109,21 @@ class SamplingOptions:
             top_k=self.top_k if 0 < self.top_k < limits.vocab_size else 0,
             logit_bias={int(token): float(bias) for token, bias in self.logit_bias.items()},
             stop_token_ids=tuple(sorted(stop_ids)),
+            allowed_token_ids=pack_ids(sorted(set(self.allowed_token_ids or ()))),
             logprobs=self.logprobs,
             num_prompt_top=self.num_prompt_top,
+            bad_words=bad_words,
         )
 
     def prompt_params(
-        self, shared: SamplingParams, prompt_len: int, limits: RequestLimits, seed: int | None = None
+        self,
+        shared: SamplingParams,
+        prompt_len: int,
+        limits: RequestLimits,
+        seed: int | None = None,
+        choice: int = 0,
     ) -> SamplingParams:
-        """Return the parameters for one prompt of ``prompt_len`` tokens.
+        """Return the parameters for choice ``choice`` of one prompt of ``prompt_len`` tokens.
 
         ``seed`` takes the place of a random one, for options without a seed.
 
@@ -128,7 +142,7 @@ class SamplingOptions:
             )
         max_tokens = min(max_tokens, room)
         if self.seed is not None:
-            seed = self.seed % SEED_LIMIT
+            seed = choice_seed(self.seed % SEED_LIMIT, choice)
         return structs.replace(
             shared,
             max_new_tokens=max_tokens,
@@ -157,6 +171,11 @@ class SamplingOptions:
         token_id, bias_range = Meta(ge=0, le=limits.vocab_size - 1), Meta(ge=-100, le=100)
         for token in self.stop_token_ids:
             self._check_range("stop_token_ids", token, token_id)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            self._fail("allowed_token_ids", [], "must have at least one token id; leave it out to allow all")
+        for token in self.allowed_token_ids or ():
+            self._check_range("allowed_token_ids", token, token_id)
+        check_bad_words(self.bad_words, partial(self._fail, "bad_words"))
         for token, bias in self.logit_bias.items():
             self._check_range("logit_bias", token, token_id)
             self._check_range("logit_bias", bias, bias_range)
@@ -185,16 +204,23 @@ _RANGES: dict[str, Meta] = {
 
 
 def num_entries(options: SamplingOptions) -> int:
-    """Return the number of entries of ``logit_bias`` and ``stop_token_ids``."""
-    return len(options.logit_bias) + len(options.stop_token_ids)
+    """Return the number of entries of the options that are lists of tokens; a bad word has its characters."""
+    num_chars = sum(map(len, options.bad_words))
+    return (
+        len(options.logit_bias)
+        + len(options.stop_token_ids)
+        + len(options.allowed_token_ids or ())
+        + num_chars
+    )
 
 
 def check_num_entries(count: int, num_prompts: int = 1) -> None:
     """Raise InvalidRequestError for more than MAX_ENTRIES: ``count`` entries for each of ``num_prompts``."""
     if count * num_prompts > MAX_ENTRIES:
-        total = f" for {num_prompts} prompts, {count * num_prompts} in all" if num_prompts > 1 else ""
+        total = f" for {num_prompts} choices, {count * num_prompts} in all" if num_prompts > 1 else ""
         raise InvalidRequestError(
-            f"logit_bias and stop_token_ids have {count} entries{total}; at most {MAX_ENTRIES} are "
-            "allowed in one call: give fewer entries, or send the prompts in several calls",
+            f"logit_bias, stop_token_ids, allowed_token_ids and the characters of bad_words have {count} "
+            f"entries{total}; at most {MAX_ENTRIES} are allowed in one call: give fewer entries, or send the "
+            "prompts in several calls",
             param="logit_bias",
         )

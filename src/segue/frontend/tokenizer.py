@@ -20,9 +20,10 @@ from tokenizers import Tokenizer as Backend
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
+from segue.frontend.bad_words import Words, token_sequences
 from segue.frontend.chat_template import NO_FORM, NO_TEMPLATE, ChatForm, ChatTemplate, ToolFormat
 from segue.frontend.request import GenerateRequest, Generation
-from segue.frontend.sampling_options import RequestLimits, num_entries
+from segue.frontend.sampling_options import RequestLimits, SamplingOptions, num_entries
 from segue.frontend.thread_pool import ThreadPool
 from segue.frontend.tokenizer_class import GENERIC, tokenizer_class
 from segue.messages.requests import SamplingParams
@@ -170,7 +171,7 @@ class PromptEncoder:
         num = sum(num_entries(options) + len(options.stop) for options in all_options)
         cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:
-            return self._encode_all(requests, self._shared_params(requests))
+            return self._encode_all(requests, self._shared_params(requests), [])
         work = asyncio.ensure_future(self._encode_in_pieces(requests))
         call.encoding = work  # so that the abort of all requests can cancel it
         try:
@@ -221,18 +222,27 @@ class PromptEncoder:
             check_token_ids(prompt, self.limits, request.param)
             raise
         check_token_ids(ids, self.limits, request.param)
-        check_token_ids(request.outputs, self.limits, "outputs")
         return ids
 
     def _encode_all(
-        self, requests: Sequence[GenerateRequest], shared: dict[int, SamplingParams]
+        self,
+        requests: Sequence[GenerateRequest],
+        shared: dict[int, SamplingParams],
+        encoded: list[EncodedPrompt],
     ) -> list[EncodedPrompt]:
-        """Encode prompts. ``shared``: see :meth:`_shared_params`."""
-        encoded: list[EncodedPrompt] = []
+        """Encode prompts, and return them behind those of the call that are ``encoded`` already.
+
+        A choice behind the first one of its prompt has the token ids of the choice before it. ``shared``: see
+        :meth:`_shared_params`.
+        """
+        encoded = list(encoded)
         for request in requests:
-            ids = self.encode(request)
+            ids = encoded[-1][0] if request.choice else self.encode(request)
+            check_token_ids(request.outputs, self.limits, "outputs")
             options = request.options
-            params = options.prompt_params(shared[id(options)], len(ids), self.limits, request.seed)
+            params = options.prompt_params(
+                shared[id(options)], len(ids), self.limits, request.seed, request.choice
+            )
             encoded.append((ids, params))
         return encoded
 
@@ -242,7 +252,18 @@ class PromptEncoder:
         Prompts that share their options share the parameters, too. It comes before any prompt is tokenized.
         """
         all_options = {id(request.options): request.options for request in requests}
-        return {key: options.shared_params(self.limits) for key, options in all_options.items()}
+        return {
+            key: options.shared_params(self.limits, self._bad_words(options))
+            for key, options in all_options.items()
+        }
+
+    def _bad_words(self, options: SamplingOptions) -> Words:
+        """Return the bad words of options as tokens."""
+        if not options.bad_words:
+            return ()
+        options.check(self.limits)  # before it takes time
+        encode = partial(self.tokenizer_for("bad_words").encode, add_special_tokens=False)
+        return token_sequences(options.bad_words, encode, self.limits.vocab_size)
 
     def check_num_chars(self, count: int, param: str) -> None:
         """Raise ContextLengthError if any text of ``count`` characters is too long for the context."""
@@ -279,14 +300,14 @@ class PromptEncoder:
         for part in _split(requests):
             if len(part) == 1:
                 await self.check_parts(part[0])
-            encoded += await self.thread_pool.run(partial(self._encode_all, part, shared))
+            encoded = await self.thread_pool.run(partial(self._encode_all, part, shared, encoded))
         return encoded
 
     def tokenizer_for(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises InvalidRequestError for the field ``param`` if the model has none."""
         if self.tokenizer is None:
-            text = "this model has no tokenizer; give the prompt as token ids"
-            raise InvalidRequestError(text, param=param)
+            remedy = "leave it out" if param == "bad_words" else "give the prompt as token ids"
+            raise InvalidRequestError(f"this model has no tokenizer; {remedy}", param=param)
         return self.tokenizer
 
 
@@ -352,7 +373,9 @@ def _split(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest
 
 
 def _cost(request: GenerateRequest) -> int:
-    """Return the cost of a prompt, as a number of characters to tokenize."""
+    """Return the cost of a prompt, as a number of characters to tokenize; only its first choice has any."""
+    if request.choice:
+        return 0
     prompt = request.prompt
     return len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
 

@@ -106,7 +106,7 @@ class TokenizerManager:
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
         self._arriving: dict[str, Generation] = {}  # rid -> its call, until the request has a state
-        self._batches: dict[str, set[str]] = {}  # batch id -> rids of its requests in flight
+        self._batches: dict[str, set[str]] = {}  # batch id, or group -> rids of its requests in flight
         self._aliases: dict[str, set[str]] = {}  # alias -> rids of the requests in flight that share it
         self._idle = asyncio.Event()
         self._idle.set()
@@ -124,7 +124,8 @@ class TokenizerManager:
     ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
-        So does aborting ``alias``, which other calls may share: it aborts their requests, too.
+        Aborting a ``group`` aborts those that have it, and aborting ``alias`` all that have it, also those of
+        other calls.
         With ``is_canary`` they are taken also by an engine that is not active yet.
         With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
@@ -147,8 +148,9 @@ class TokenizerManager:
         generation = Generation(len(requests), self._abort_each, requests[0].leg if requests else "")
         rids = [request.rid for request in requests]
         self._arriving |= dict.fromkeys(rids, generation)
-        if batch_id is not None:
-            self._batches[batch_id] = set(rids)
+        for request in requests:
+            for name in _batches_of(request, batch_id):
+                self._batches.setdefault(name, set()).add(request.rid)
         if alias:
             self._aliases.setdefault(alias, set()).update(rids)
         self._idle.clear()
@@ -164,7 +166,14 @@ class TokenizerManager:
                 if self.role == "prefill" and is_shared and handoff is None:  # nobody takes it over
                     params = structs.replace(params, max_new_tokens=min(1, params.max_new_tokens))
                 state = RequestState(
-                    request, ids, params, self.table, created, generation.changed, batch_id, alias
+                    request,
+                    ids,
+                    params,
+                    self.table,
+                    created,
+                    generation.changed,
+                    _batches_of(request, batch_id),
+                    alias,
                 )
                 if request.outputs or request.output_end is not None:
                     state.prime(request.outputs, request.output_logprobs, request.output_end)
@@ -175,10 +184,11 @@ class TokenizerManager:
                 generation.states.append(state)
                 await turn(number)
         except BaseException:
-            if batch_id is not None:
-                self._batches.pop(batch_id, None)
+            for request in requests:
+                for name in _batches_of(request, batch_id):
+                    self._batches.pop(name, None)
             for state in generation.states:
-                state.batch_id = None  # else `_forget` would look for the batch
+                state.batches = ()  # else `_forget` would look for them
             known = {state.rid for state in generation.states}  # which `_forget` takes back
             self._drop_alias(alias, *(rid for rid in rids if rid not in known))
             generation.close()
@@ -345,8 +355,10 @@ class TokenizerManager:
                     f"rid={rid!r} is in flight; use another rid, or wait for its reply", param="rid"
                 )
             seen.add(rid)
-        if batch_id in self._batches or batch_id in self._states or batch_id in self._arriving:
-            raise InvalidRequestError(f"rid={batch_id!r} is in flight; use another rid", param="rid")
+        names = dict.fromkeys(name for request in requests for name in _batches_of(request, batch_id))
+        for name in names:
+            if name in self._batches or name in self._states or name in self._arriving or name in seen:
+                raise InvalidRequestError(f"rid={name!r} is in flight; use another rid", param="rid")
 
     # --- the scheduler ---
 
@@ -451,12 +463,12 @@ class TokenizerManager:
         self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
-        """Drop what is left of an ended request: its place in its batch, and under its alias."""
-        if state.batch_id is not None:
-            rids = self._batches[state.batch_id]
+        """Drop what is left of an ended request: its place in its batches, and under its alias."""
+        for name in state.batches:
+            rids = self._batches[name]
             rids.remove(state.rid)
             if not rids:
-                del self._batches[state.batch_id]
+                del self._batches[name]
         self._drop_alias(state.alias, state.rid)
         self._update_idle()
 
@@ -470,3 +482,8 @@ class TokenizerManager:
     def _update_idle(self) -> None:
         if not self.num_requests:
             self._idle.set()
+
+
+def _batches_of(request: GenerateRequest, batch_id: str | None) -> tuple[str, ...]:
+    """Return the ids that abort a request with others of its call: those of the batch and of its group."""
+    return tuple(dict.fromkeys(name for name in (batch_id, request.group) if name))

@@ -47,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position whose logprob is returned; -1: none
     num_prompt_top: int = 0  # likeliest tokens that are reported with each of these
+    allowed_token_ids: bytes = b""  # int32 ids; empty: every token is allowed
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not have
 
     @property
     def sampling_mode(self) -> SamplingMode:
@@ -60,6 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
             or self.min_new_tokens > 0
             or self.logprobs > 0
         ):

@@ -16,14 +16,11 @@ from segue.memory import backing
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.inputs import PlanArrays
+from segue.sampling.token_rules import TokenRules
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
 # are equally likely. In between, finite logits stay finite in float32, and masked tokens stay impossible.
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e20
-
-
-# A finite bias: a request may mask the whole vocabulary, and that must not look like a fault of the model.
-_MASKED = -1e30
 
 
 class PlanError(RuntimeError):
@@ -52,15 +49,6 @@ class SamplingColumns(Generic[Column]):
 
 _INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top")
 _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name not in _INTEGERS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotExtras:
-    """The sampling parameters of one slot that few requests have."""
-
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]  # added to the logits of `ids`
-    num_always: int  # the first ones are the bias; the others mask stop tokens until min_len
 
 
 class BatchState:
@@ -98,7 +86,7 @@ class BatchState:
         self.on_device: SamplingColumns[Tensor] = SamplingColumns(
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
-        self.extras: dict[int, SlotExtras] = {}  # by slot; most slots have no entry
+        self.rules: dict[int, TokenRules] = {}  # by slot; most slots have no entry
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
@@ -154,7 +142,7 @@ class BatchState:
                 self.page_table.data[new.slot] = self.page_table.scratch_page
             self.lengths[new.slot] = -1  # not known until the first chunk in the plan gives its start
             self._set_columns(new.slot, new.prompt_len, new.params)
-            self._set_extras(new.slot, new.params)
+            self._set_rules(new.slot, new.params)
         if self.device.type != "cpu":
             changed = np.array([new.slot for new in new_slots])
             for host, device in zip(self._host_blocks, self._device_blocks, strict=True):
@@ -178,18 +166,12 @@ class BatchState:
         host.num_top[slot] = params.logprobs
         self.num_prompt_top[slot] = params.num_prompt_top
 
-    def _set_extras(self, slot: int, params: SamplingParams) -> None:
-        """Keep a slot's logit bias and its mask on stop tokens, or nothing if the request has neither."""
-        masks_stops = params.min_new_tokens > 0 and params.stop_token_ids
-        if not masks_stops and not params.logit_bias:
-            self.extras.pop(slot, None)
-            return
-        stops = params.stop_token_ids if masks_stops else ()
-        self.extras[slot] = SlotExtras(
-            ids=np.array([*params.logit_bias, *stops], dtype=np.int64),
-            values=np.array([*params.logit_bias.values(), *[_MASKED] * len(stops)], dtype=np.float32),
-            num_always=len(params.logit_bias),
-        )
+    def _set_rules(self, slot: int, params: SamplingParams) -> None:
+        """Keep a slot's rules about single tokens, or nothing if the request has none."""
+        if (rules := TokenRules.of(params)) is None:
+            self.rules.pop(slot, None)
+        else:
+            self.rules[slot] = rules
 
     def _put_pages(self, pages: Sequence[tuple[int, int, list[int]]]) -> None:
         """Write page ids to the page table; each item is (slot, index of the first page, page ids)."""

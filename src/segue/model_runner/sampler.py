@@ -16,6 +16,7 @@ from segue.model_runner.batch_state import BatchState, SamplingColumns
 from segue.sampling.gumbel_max import argmax, draw, draw_candidates
 from segue.sampling.logprobs import Logprobs, logprobs_of
 from segue.sampling.penalties import penalise
+from segue.sampling.token_rules import RuledRow, apply_rules
 from segue.sampling.top_k_top_p import candidates
 
 Indices = NDArray[np.int64]
@@ -34,9 +35,10 @@ class Sampler:
     """Samples one token for each of B rows, with the parameters of their request slots in `state`.
 
     The order is: log-probabilities of the raw logits; penalties; bias; masks on stop tokens until
-    min_new_tokens; then either argmax, or temperature, top-k, top-p, min-p and a draw. Randomness is a
-    function of (seed, position), and each row is computed as if it were alone, so that the token does not
-    depend on the batch, the sampling mode, the rank or a retraction.
+    min_new_tokens, on bad words and on tokens that are not allowed; then either argmax, or temperature,
+    top-k, top-p, min-p and a draw. Randomness is a function of (seed, position), and each row is computed as
+    if it were alone, so that the token does not depend on the batch, the sampling mode, the rank or a
+    retraction.
     """
 
     def __init__(self, state: BatchState) -> None:
@@ -70,7 +72,7 @@ class Sampler:
             raw = logits[self._index(requested)]
         if sampling_mode == "full":
             self._penalise(logits, slots, positions)
-            self._bias(logits, slots, positions)
+            self._apply_rules(logits, slots, positions)
         tokens = self._choose(logits, slots, positions, filters=sampling_mode != "plain")
         if not len(requested):
             return Sampled(tokens=tokens)
@@ -165,23 +167,25 @@ class Sampler:
             frequency=columns.frequency_penalty[at],
         )
 
-    def _bias(self, logits: Tensor, slots: Indices, positions: Indices) -> None:
-        """Add each row's logit bias in place, and mask its stop tokens while its output is too short."""
-        rows: list[int] = []
-        ids: list[NDArray[np.int64]] = []
-        values: list[NDArray[np.float32]] = []
-        too_early = positions < self._state.host.min_len[slots]
-        for i, slot in enumerate(slots.tolist()):
-            extras = self._state.extras.get(slot)
-            if extras is not None:
-                count = len(extras.ids) if too_early[i] else extras.num_always
-                rows += [i] * count
-                ids.append(extras.ids[:count])
-                values.append(extras.values[:count])
+    def _apply_rules(self, logits: Tensor, slots: Indices, positions: Indices) -> None:
+        """Apply each row's rules about single tokens in place: bias, masks, bad words, allowed tokens."""
+        state = self._state
+        num_outputs = positions - state.host.prompt_len[slots]
+        too_early = positions < state.host.min_len[slots]
+        rows = [
+            RuledRow(
+                row=row,
+                slot=slot,
+                position=int(positions[row]),
+                num_outputs=int(num_outputs[row]),
+                too_early=bool(too_early[row]),
+                rules=rules,
+            )
+            for row, slot in enumerate(slots.tolist())
+            if (rules := state.rules.get(slot)) is not None
+        ]
         if rows:
-            where = (self._index(rows), self._index(np.concatenate(ids)))
-            change = to_device(np.concatenate(values), logits.device)
-            logits.index_put_(where, change, accumulate=True)
+            apply_rules(logits, rows, state.token_pool)
 
     def _index(self, values: Sequence[int] | Indices) -> Tensor:
         """Return indices of the host as an int64 tensor on the device."""

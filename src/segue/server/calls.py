@@ -122,7 +122,7 @@ class OpenAIReply:
         return (
             self._wanted.envelope(choices.dialect.object)
             | await self._thread_pool.build(build, num_entries)
-            | {"usage": usage(self._generation.ends) | choices.usage_details()}
+            | {"usage": usage(self._generation.ends, self._wanted.n) | choices.usage_details()}
         ), num_entries
 
 

@@ -48,7 +48,7 @@ RULES = {  # what fields that may be large are, in words
     "messages": "a list of messages",
     "tools": "a list of functions",
     "logit_bias": "an object of token ids and numbers",
-    "stop_token_ids": "a list of token ids",
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), "a list of token ids"),
     "buckets": "a list of buckets",
     "update_info": "an object of names, dtype_names and shapes",
     "shapes": "a list of lists of sizes",
@@ -228,9 +228,14 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
     """
     return {
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
-        "stop_token_ids": lambda data: Decoded(json_pieces.token_ids(data, check_num_entries).tolist()),
+        **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _option_ids),
         "stop": partial(_strings, "stop", MAX_STOPS),
     }
+
+
+def _option_ids(data: bytes) -> Decoded:
+    """Decode a list of token ids that is an option."""
+    return Decoded(json_pieces.token_ids(data, check_num_entries).tolist())
 
 
 def _params(most: int, data: bytes) -> Any:

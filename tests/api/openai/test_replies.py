@@ -96,7 +96,7 @@ def test_any_text_survives_the_encoding(text: str) -> None:
 
 
 def test_usage_adds_up_choices() -> None:
-    assert usage([END, END]) == {
+    assert usage([END, END], 1) == {
         "prompt_tokens": 10,
         "completion_tokens": 6,
         "total_tokens": 16,

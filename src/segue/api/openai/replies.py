@@ -25,14 +25,18 @@ PARSED_CHARS = 64  # that are parsed in the time of building and encoding one en
 encode = msgspec.json.Encoder().encode
 
 
-def usage(ends: Sequence[Finished]) -> dict[str, Any]:
-    """Return ``usage``: the tokens of all choices, of which ``ends`` are the ends."""
-    prompt, completion = sum(end.prompt_tokens for end in ends), sum(end.num_tokens for end in ends)
+def usage(ends: Sequence[Finished], n: int) -> dict[str, Any]:
+    """Return ``usage``: the tokens of all choices, of which ``ends`` are the ends, ``n`` of each prompt.
+
+    A prompt counts once, as its first choice has computed it.
+    """
+    prompts = ends[::n]
+    prompt, completion = sum(end.prompt_tokens for end in prompts), sum(end.num_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in ends)},
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
     }
 
 
@@ -235,7 +239,7 @@ class Chunks:
         self._shows_tokens = choices.has_logprobs or choices.parts.shows_ids
         self._long = choices.long_echoes()
         self._openings: dict[int, bytes] = {}  # that were made before they are sent
-        self._usage = wanted.usage_in_stream
+        self._usage, self._n = wanted.usage_in_stream, wanted.n
         streams = map(choices.message_stream, range(len(wanted.requests) if wanted.stream else 0))
         self._messages = list(streams)
         # The client has the first chunk already where a request begins with outputs.
@@ -305,7 +309,8 @@ class Chunks:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
         if not self._usage:
             return b""
-        return self._head + b'],"usage":' + encode(usage(ends) | self._choices.usage_details()) + b"}\n\n"
+        found = usage(ends, self._n) | self._choices.usage_details()
+        return self._head + b'],"usage":' + encode(found) + b"}\n\n"
 
     def _chunk(
         self,

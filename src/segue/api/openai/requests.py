@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.choices import NumChoices, in_choices, num_choices
 from segue.api.openai import chat_fields
 from segue.api.openai.chat_fields import Effort, ReplyForm, ToolCall, ToolChoice, Tools
 from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
@@ -56,6 +57,8 @@ class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields
     model: str | None = None  # None: the served one
     rid: str | None = None  # the reply's id too
     request_id: str | None = None  # another name of ``rid``
+    n: NumChoices | None = None  # choices per prompt
+    best_of: int | None = None  # as many
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -74,6 +77,8 @@ class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None  # at most MAX_BIASES
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -148,12 +153,13 @@ class Wanted:
     id: str
     created: int  # seconds since the epoch
     model: str  # its name
-    requests: list[GenerateRequest]
+    requests: list[GenerateRequest]  # the choices of one prompt are neighbours
     batch_id: str | None  # None: a single request
     stream: bool
     usage_in_stream: bool
     shown: Shown = NOTHING
     form: ReplyForm | None = None  # of a chat whose texts have parts; None: they are shown as they are
+    n: int = 1  # choices per prompt
 
     @property
     def has_logprobs(self) -> bool:
@@ -222,7 +228,7 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
     of_prompt = prompt_options(wishes, -1 if body.logprobs is None else body.logprobs)
     options = _options(body, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
-    check_num_entries(num_entries(options), len(prompts))
+    check_num_entries(num_entries(options), len(prompts) * num_choices(body.n, body.best_of))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
     for each in rids:
         check_rid(each)
@@ -315,7 +321,12 @@ def _wanted(
     requests: list[GenerateRequest],
     wishes: Shown,
 ) -> Wanted:
-    """Return the call of checked requests, which share the id ``rid``; checks the options of streams."""
+    """Return the call of checked requests, one per prompt, which share the id ``rid``.
+
+    Checks the number of choices, and the options of streams.
+    """
+    n = num_choices(body.n, body.best_of)
+    requests = in_choices(requests, n, model.max_prompts)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
     return Wanted(
@@ -327,6 +338,7 @@ def _wanted(
         stream=bool(body.stream),
         usage_in_stream=body.stream_options is not None and bool(body.stream_options.include_usage),
         shown=wishes,
+        n=n,
     )
 
 
