@@ -176,7 +176,7 @@ def test_fields_of_the_contract_that_are_not_there_yet_are_refused_by_name(
         ({"ebnf": "root ::= missing"}, "ebnf", "'missing' not found"),
         ({"ebnf": "nonsense"}, "ebnf", "Expected ::="),
         ({"choice": []}, "choice", "at least 1"),
-        ({"guided_choice": [1]}, "guided_choice", "string"),
+        ({"guided_choice": [1]}, "guided_choice[0]", "string"),
         ({"guided_json": "{"}, "guided_json", "EOF while parsing"),
         ({"guided_json": {"type": "what"}}, "guided_json", "Invalid type: what"),
         ({"json_schema": {"enum": []}}, "json_schema", "Unsatisfiable"),

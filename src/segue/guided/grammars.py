@@ -30,6 +30,8 @@ def to_llguidance(spec: GrammarSpec) -> str:
     try:
         match spec.kind:
             case "json_schema":
+                if '"x-guidance"' in spec.text:  # it may have its own rules of spaces
+                    return LLMatcher.grammar_from_json_schema(spec.text)
                 return LLMatcher.grammar_from_json_schema(
                     spec.text, defaults={"whitespace_pattern": JSON_SPACE}
                 )
