@@ -112,20 +112,26 @@ class Matchers:
             failures={row: guide.failure for row, guide in guides if guide.failure},
         )
 
-    def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> None:
+    def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> Future[list[int]] | None:
         """Go on from the tokens that a step has drawn for these slots, one each.
 
         ``read`` returns them, and may wait for them. The thread calls it, and only if a slot is guided.
+
+        Returns the future of the rows whose grammars are complete, so that only EOS may follow; it is done
+        before the next masks are. None: no row is guided.
         """
         if not self._guides:
-            return
+            return None
         guides = [
             (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
         ]
-        if guides:
-            ready = self._submit(lambda: self._advance(guides, read()))
-            for _, guide in guides:
-                guide.ready = ready
+        if not guides:
+            return None
+        complete: Future[list[int]] = Future()
+        ready = self._submit(lambda: self._advance(guides, read, complete))
+        for _, guide in guides:
+            guide.ready = ready
+        return complete
 
     def close(self) -> None:
         """End the thread; nothing may be asked for afterwards."""
@@ -170,17 +176,31 @@ class Matchers:
         self._compiled[spec] = matcher
         return matcher
 
-    def _advance(self, guides: Sequence[tuple[int, Guide]], tokens: Sequence[int]) -> None:
+    def _advance(
+        self,
+        guides: Sequence[tuple[int, Guide]],
+        read: Callable[[], Sequence[int]],
+        complete: Future[list[int]],
+    ) -> None:
         """Take a token per guide, by row, and compute the masks of the next tokens.
 
         A request whose grammar is complete has ended; its slot may be part of a step that was planned before.
         """
-        going_on = []
-        for row, guide in guides:
-            matcher = guide.matcher
-            if matcher is not None and tokens[row] >= 0 and not matcher.is_stopped():
+        going_on, ended = list[Guide](), list[int]()
+        try:
+            tokens = read()
+            for row, guide in guides:
+                matcher = guide.matcher
+                if matcher is None or tokens[row] < 0 or matcher.is_stopped():
+                    continue
                 matcher.consume_token(tokens[row])
                 going_on.append(guide)
+                if matcher.is_stopped() and not matcher.is_error():
+                    ended.append(row)
+        except BaseException as error:
+            complete.set_exception(error)
+            raise
+        complete.set_result(ended)
         self._fill(going_on)
 
     def _fill(self, guides: Sequence[Guide]) -> None:
