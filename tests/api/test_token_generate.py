@@ -58,7 +58,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
 @pytest.mark.parametrize(
     ("params", "fields", "param"),
     [
-        ({"structured_outputs": {"regex": "a"}}, {}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, {}, "structured_outputs.structural_tag"),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, {}, "kv_transfer_params"),
         ({}, {"features": {"mm_hashes": {}}}, "features"),
         ({}, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),

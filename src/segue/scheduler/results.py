@@ -42,6 +42,9 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
         if token == NON_FINITE:
             finished.append(_end_non_finite(s, request, f"output token {request.num_outputs + 1}"))
             continue
+        if (why := result.failures.get(index)) is not None:
+            finished.append(_end_unguided(s, request, why))
+            continue
         if not request.most_outputs:  # only the prompt was to be computed
             request.versions = [(step.version, 0, 0)]
             finished.append(s.end(request, "length"))
@@ -51,7 +54,8 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
         tokens.append(token)
         if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
             logprobs[request.rid] = entry
-        if (reason := request.end_by_output()) is not None:
+        reason = "stop" if index in result.complete else request.end_by_output()
+        if reason is not None:
             s.handover.first(request, logprobs.get(request.rid), reason, now)
             finished.append(s.end(request, reason))
         # The newest token has no KV yet, so a page is full once there is one token more than it holds.
@@ -80,6 +84,15 @@ def _count(s: Scheduler, result: StepResult, num_tokens: int) -> None:
         totals.graph_hits[result.graph] = totals.graph_hits.get(result.graph, 0) + 1
     if result.eager is not None:
         totals.eager_steps[result.eager] = totals.eager_steps.get(result.eager, 0) + 1
+
+
+def _end_unguided(s: Scheduler, request: Request, why: str) -> Finished:
+    """End a request whose grammar cannot be followed any further."""
+    text = (
+        f"the grammar of request {request.rid} cannot be followed behind output token {request.num_outputs}: "
+        f"{why}. Give a simpler grammar"
+    )
+    return s.end(request, "error", message=text, error=errors.GuidedOutputError)
 
 
 def _end_non_finite(s: Scheduler, request: Request, where: str) -> Finished:
