@@ -49,10 +49,13 @@ class RemoteChat:
     def reply(self, messages: list[Message]) -> Iterator[str]:
         """Yield the pieces of the answer to `messages`, from the events of the server's stream.
 
+        Reasoning is part of it, within the marks that a local model writes.
+
         Raises:
             RemoteError: the server reports an error, or its stream ends without the end mark.
         """
         body = {"model": self.model, "messages": messages, "stream": True, **self._params}
+        reasons = False
         with self._server.open("/v1/chat/completions", body) as answer:
             for line in answer:
                 name, _, data = line.decode().strip().partition(":")
@@ -64,7 +67,13 @@ class RemoteChat:
                 if "error" in content:
                     raise RemoteError(message_of(content))
                 for choice in content["choices"]:
-                    yield choice["delta"].get("content") or ""
+                    delta = choice["delta"]
+                    if reasoning := delta.get("reasoning_content"):
+                        yield reasoning if reasons else f"<think>\n{reasoning}"
+                        reasons = True
+                    if text := delta.get("content"):
+                        yield f"\n</think>\n\n{text}" if reasons else text
+                        reasons = False
         raise RemoteError(f"{self._server.url} ended in the middle of its answer; see the server's log")
 
 

@@ -38,7 +38,7 @@ _NUM_LAST_TOKENS = 8  # of given token ids, in which a mark that ends the prompt
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Function(Struct, frozen=True):
+class ToolFunction(Struct, frozen=True):
     """A function that the model may call. Further fields are ignored."""
 
     name: FunctionName
@@ -51,7 +51,7 @@ class Tool(Struct, frozen=True):
     """A tool: a function."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class ChosenFunction(Struct, frozen=True):
