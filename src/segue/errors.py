@@ -259,6 +259,10 @@ class NonFiniteLogitsError(SegueError, type="non_finite_logits", code="non_finit
     """No token can be sampled: the logits have NaN or plus infinity, or are all minus infinity."""
 
 
+class GuidedOutputError(SegueError, status=400, type="invalid_request_error", code="grammar_failed"):
+    """A request's grammar turned out to be too complex, or its output does not belong to it."""
+
+
 class HandoverError(SegueError, status=503, code="kv_peer_lost"):
     """The KV of a request did not come from the prefill worker; the request can be sent again."""
 

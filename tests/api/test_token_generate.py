@@ -59,7 +59,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
     ("params", "fields", "param"),
     [
         ({"n": 2}, {}, "n"),
-        ({"structured_outputs": {"regex": "a"}}, {}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, {}, "structured_outputs.structural_tag"),
         ({"allowed_token_ids": [1]}, {}, "allowed_token_ids"),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, {}, "kv_transfer_params"),
         ({}, {"features": {"mm_hashes": {}}}, "features"),

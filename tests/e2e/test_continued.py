@@ -25,6 +25,7 @@ from segue.messages.control import (
     Shutdown,
     StartStep,
 )
+from segue.messages.guided import GrammarSpec, Vocabulary
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
 from segue.worker.main import run_scheduler
 from tests.support.sensitive_model import write_sensitive_model
@@ -118,3 +119,16 @@ def test_a_request_whose_outputs_end_it_ends_at_once(client: Client) -> None:
     params = msgspec.structs.replace(GREEDY, stop_token_ids=(whole[4],))
     tokens, finished = client.generate(params, whole[:5])
     assert (tokens, finished.reason, finished.matched, finished.num_tokens) == ([], "stop", whole[4], 5)
+
+
+def test_a_guided_request_goes_on_where_its_outputs_have_led_its_grammar(client: Client) -> None:
+    tokens = [b"%d;" % token for token in range(49152)]  # each begins with its own number
+    client.send(Vocabulary(tokens=tokens, special_ids=[2], eos_ids=[2]))
+    grammar = GrammarSpec("regex", "([0-9]*[02468];[0-9]*[13579];)*")  # an even token, then an odd one
+    params = msgspec.structs.replace(SEEDED, grammar=grammar, stop_token_ids=(2,))
+    whole, _ = client.generate(params, [])
+    assert [token % 2 for token in whole] == [0, 1] * 12
+    for count in (1, 8, 23):
+        assert client.generate(params, whole[:count])[0] == whole[count:]
+    tokens_after, finished = client.generate(params, [3])  # outputs that the grammar does not have
+    assert (tokens_after, finished.reason, finished.error) == ([], "error", "GuidedOutputError")

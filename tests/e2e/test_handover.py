@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,13 @@ def test_a_stop_token_as_first_token(pair: Pair) -> None:
     params = greedy(12, stop_token_ids=[first])
     reply = pair.compare(input_ids=ids(10, seed=3), sampling_params=params)
     assert reply["output_ids"] == [first] and pair.num_adopted == 0
+
+
+def test_guided_output_goes_on_behind_the_first_token(pair: Pair) -> None:
+    prompt = ids(10, seed=4)
+    for regex in ("[ab]{12}(xy|yx)", "a"):
+        reply = pair.compare(input_ids=prompt, sampling_params=greedy(40, regex=regex))
+        assert re.fullmatch(regex, reply["text"]) and pair.num_adopted == 1
 
 
 @pytest.mark.parametrize("warm", [("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from segue.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from segue.frontend.grammars import GrammarChecks
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.thread_pool import TURN, ThreadPool
@@ -126,9 +127,9 @@ class HeldTokenizer:
 
 
 def encoder_of(tokenizer: Any, thread_pool: ThreadPool, context: int = 1 << 16) -> PromptEncoder:
-    return PromptEncoder(
-        tokenizer, RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=()), None, thread_pool
-    )
+    limits = RequestLimits(max_seq_len=context, vocab_size=320, eos_ids=())
+    checks = GrammarChecks(limits, thread_pool, has_tokenizer=tokenizer is not None)
+    return PromptEncoder(tokenizer, limits, None, thread_pool, checks)
 
 
 async def encode(encoder: PromptEncoder, text: str) -> None:

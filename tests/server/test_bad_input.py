@@ -155,11 +155,7 @@ def test_unknown_fields_are_named(api: Api, field: str) -> None:
     [
         ("n", 2),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("regex", "a+"),
-        ("ebnf", "root ::= a"),
-        ("choice", ["a"]),
+        ("structural_tag", "{}"),
     ],
 )
 def test_fields_of_the_contract_that_are_not_there_yet_are_refused_by_name(
@@ -167,6 +163,50 @@ def test_fields_of_the_contract_that_are_not_there_yet_are_refused_by_name(
 ) -> None:
     error = error_of(api.chat(**{field: value}))
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"regex": "("}, "regex", "unclosed group"),
+        ({"regex": r"(a)\1"}, "regex", "backreferences are not supported"),
+        ({"regex": "a", "choice": ["b"]}, "regex", "choice and regex both guide the output"),
+        ({"ebnf": "root ::= missing"}, "ebnf", "'missing' not found"),
+        ({"ebnf": "nonsense"}, "ebnf", "Expected ::="),
+        ({"choice": []}, "choice", "at least 1"),
+        ({"guided_choice": [1]}, "guided_choice[0]", "string"),
+        ({"guided_json": "{"}, "guided_json", "EOF while parsing"),
+        ({"guided_json": {"type": "what"}}, "guided_json", "Invalid type: what"),
+        ({"json_schema": {"enum": []}}, "json_schema", "Unsatisfiable"),
+        ({"json_schema": '"' + "a" * 70000 + '"'}, "json_schema", "at most 65536"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "a JSON schema"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "a list of strings"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "not support",
+        ),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not known"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "required",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            'Unimplemented keys: ["not"]',
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_named_with_its_reason(
+    api: Api, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    for response in (api.chat(**fields), api.complete(**fields)):
+        error = error_of(response)
+        assert error["param"] == param and reason in error["message"], error
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", 0])

@@ -29,6 +29,7 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent
 from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
+from segue.messages.guided import Vocabulary
 from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
@@ -90,6 +91,9 @@ class EchoRunner(FakeRank):
         self._slow_while = os.environ.get("FAKE_SLOW_WHILE")
         self._stall_at = int(os.environ.get("FAKE_STALL_AT_STEP", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """It echoes, whatever a grammar says."""
 
     def forward_batch(self, plan: StepPlan) -> Done:
         is_slow = self._slow_while is not None and os.path.exists(self._slow_while)

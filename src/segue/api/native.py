@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from msgspec import Struct
-
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.guided import RULES as GUIDED_RULES
+from segue.api.guided import SGLangFields, guided_options
 from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
@@ -31,6 +31,7 @@ RULES = {
     **dict.fromkeys(("rid", "request_id"), "a string or a list of strings"),
     "stop": "a string or a list of strings",
     "sampling_params": "an object or a list of objects",
+    **GUIDED_RULES,
     **BOOTSTRAP_RULES,
 }
 # OpenAI's field names, which are those of SamplingOptions, to those of this API.
@@ -43,7 +44,7 @@ NAMES = {
 }
 
 
-class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
+class NativeSampling(SGLangFields, frozen=True, kw_only=True, rename=NAMES):
     """``sampling_params``; a field has the name of its option, and the API's in JSON."""
 
     max_tokens: int | None = 128  # null: the rest of the context
@@ -205,7 +206,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> SamplingOptions:
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
         num_prompt_top=call.top_logprobs_num if call.return_logprob else 0,
         must_fit=False,
-        names=NAMES,
+        **guided_options(sampling, NAMES),
     )
 
 

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.guided import structured_options
 from segue.api.openai.replies import usage
 from segue.api.openai.requests import StreamOptions, Wanted, check_given_model
 from segue.api.openai.token_fields import Shown, ids_of, prompt_logprobs, prompt_options
@@ -58,6 +59,7 @@ class TokenSampling(Struct, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None  # the same
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
 
 
@@ -93,7 +95,11 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
     sampling, wishes = _sampling(call)
     logprobs = -1 if sampling.logprobs is None else sampling.logprobs
     options = SamplingOptions.of(
-        sampling, logprobs=logprobs, must_fit=False, names=_NAMES, **prompt_options(wishes, logprobs)
+        sampling,
+        logprobs=logprobs,
+        must_fit=False,
+        **structured_options(sampling.structured_outputs, _NAMES),
+        **prompt_options(wishes, logprobs),
     )
     check_num_entries(num_entries(options))
     request = GenerateRequest(

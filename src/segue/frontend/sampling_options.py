@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn, cast, get_type_hints
 from msgspec import Meta, structs
 
 from segue.errors import ContextLengthError, InvalidRequestError, invalid_value, short_repr
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import SamplingParams
 
 MAX_STOPS = 64
@@ -62,6 +63,7 @@ class SamplingOptions:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None  # all of the output belongs to it; `segue.frontend.grammars` checks it
     # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     logprobs: Annotated[int, Meta(ge=-1)] = -1
     prompt_logprobs_start: int = -1  # first prompt position with logprobs; -1: none
@@ -93,7 +95,7 @@ class SamplingOptions:
         """
         self.check(limits)
         stop_ids = set(self.stop_token_ids)
-        if not self.ignore_eos:
+        if not self.ignore_eos or self.grammar is not None:  # a grammar may leave nothing but EOS
             stop_ids.update(limits.eos_ids)
         floats: dict[str, Any] = {name: float(getattr(self, name)) for name in _FLOATS}
         return SamplingParams(
@@ -104,6 +106,8 @@ class SamplingOptions:
             stop_token_ids=tuple(sorted(stop_ids)),
             logprobs=self.logprobs,
             num_prompt_top=self.num_prompt_top,
+            grammar=self.grammar,
+            late_eos=self.ignore_eos and self.grammar is not None,
         )
 
     def prompt_params(

@@ -21,6 +21,7 @@ from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
 from segue.frontend.chat_template import NO_FORM, NO_TEMPLATE, ChatForm, ChatTemplate, ToolFormat
+from segue.frontend.grammars import GrammarChecks
 from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, num_entries
 from segue.frontend.thread_pool import ThreadPool
@@ -157,6 +158,7 @@ class PromptEncoder:
     limits: RequestLimits
     chars_per_token: int | None  # the most characters that become one token; None: there is no bound
     thread_pool: ThreadPool
+    grammars: GrammarChecks
 
     async def encode_call(self, requests: Sequence[GenerateRequest], call: Generation) -> list[EncodedPrompt]:
         """Encode the prompts of one call, and check their options; options that they share are checked once.
@@ -164,11 +166,12 @@ class PromptEncoder:
         If all its requests are aborted meanwhile, the prompts are empty, at once.
 
         Raises:
-            InvalidRequestError: an option breaks its rule, a token id is outside the vocabulary, or a text
-                has no tokenizer.
+            InvalidRequestError: an option breaks its rule, a token id is outside the vocabulary, a text has
+                no tokenizer, or a grammar is wrong.
             ContextLengthError: a prompt, or a prompt with its ``max_tokens``, does not fit the context.
         """
         all_options = {id(request.options): request.options for request in requests}.values()
+        await self.grammars.check(all_options)
         num = sum(num_entries(options) + len(options.stop) for options in all_options)
         cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:

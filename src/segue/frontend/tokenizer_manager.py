@@ -20,6 +20,7 @@ from segue.errors import (
 from segue.failover.life import Life
 from segue.frontend.control_calls import ControlCalls
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
+from segue.frontend.grammars import GrammarChecks
 from segue.frontend.handing_over import Handoffs, goes_on_elsewhere
 from segue.frontend.life import Admission
 from segue.frontend.request import GenerateRequest, Generation, RequestState
@@ -29,6 +30,7 @@ from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import FrontendMessage, PauseMode, PauseResult
+from segue.messages.guided import Vocabulary
 from segue.messages.memory import MemoryAnswer
 from segue.messages.profile import ProfileAnswer
 from segue.messages.requests import (
@@ -95,7 +97,9 @@ class TokenizerManager:
             max_logprobs=max_logprobs,
         )
         self.thread_pool = ThreadPool()
-        self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool)
+        checks = GrammarChecks(limits, self.thread_pool, has_tokenizer=tokenizer is not None)
+        self.encoder = PromptEncoder(tokenizer, limits, chars_per_token, self.thread_pool, checks)
+        self._has_sent_vocabulary = False
         self._handoffs = Handoffs(bootstrap_hosts, bootstrap_port)
         self._life = life
         self._send = send
@@ -223,6 +227,9 @@ class TokenizerManager:
             cache_salt=request.cache_salt,
         )
         try:
+            if message.params.grammar is not None and not self._has_sent_vocabulary:
+                self._send(self._vocabulary())
+                self._has_sent_vocabulary = True
             self._send(message)
             if state.cut >= 0:  # the outputs complete a stop string already
                 self._send(Finish(rid, state.cut))
@@ -230,6 +237,15 @@ class TokenizerManager:
             del self._states[rid]
             raise
         self._admission.num_sent += 1
+
+    def _vocabulary(self) -> Vocabulary:
+        """Return the vocabulary, with as many tokens as there are logits."""
+        limits, table = self.encoder.limits, self.table
+        return Vocabulary(
+            tokens=table.tokens[: limits.vocab_size],
+            special_ids=sorted(token for token in table.special_ids if token < limits.vocab_size),
+            eos_ids=sorted(limits.eos_ids),
+        )
 
     def abort(self, rid: str = "", *, abort_all: bool = False, message: str | None = None) -> None:
         """End one request, a batch, all of an alias, or all; readers get the output so far.

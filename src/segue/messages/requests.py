@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from segue.messages.guided import GrammarSpec
+
 FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # the abort message of a request that never ran
 # handoff: the request goes on in a decode worker
@@ -47,6 +49,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also those of the n likeliest tokens
     prompt_logprobs_start: int = -1  # first prompt position whose logprob is returned; -1: none
     num_prompt_top: int = 0  # likeliest tokens that are reported with each of these
+    # All of the output belongs to it. An end token is then drawn before `min_new_tokens` only where the
+    # grammar allows no other token, and ends the request all the same.
+    grammar: GrammarSpec | None = None
+    late_eos: bool = False  # whether EOS is drawn only where the grammar allows no other token
 
     @property
     def sampling_mode(self) -> SamplingMode:
@@ -62,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             or self.logit_bias
             or self.min_new_tokens > 0
             or self.logprobs > 0
+            or self.grammar is not None
         ):
             return "full"
         return "filtered" if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 else "plain"

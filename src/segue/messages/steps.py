@@ -79,3 +79,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     graph: str | None = None  # the kind of the graph that was replayed; None: the step ran without one
     eager: EagerReason | None = "disabled"  # why; None: a graph was replayed
     padded_tokens: int = 0
+    # index into tokens -> why the request's grammar cannot be followed any further; its token means nothing
+    failures: dict[int, str] = {}

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.guided.matchers import Matchers
 from segue.kvcache.page_table import PageTable
 from segue.memory import backing
 from segue.messages.requests import SamplingParams
@@ -99,6 +100,7 @@ class BatchState:
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
         self.extras: dict[int, SlotExtras] = {}  # by slot; most slots have no entry
+        self.matchers: Matchers | None = None  # of guided requests; only the rank that samples has them
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
@@ -155,6 +157,8 @@ class BatchState:
             self.lengths[new.slot] = -1  # not known until the first chunk in the plan gives its start
             self._set_columns(new.slot, new.prompt_len, new.params)
             self._set_extras(new.slot, new.params)
+            if self.matchers is not None:
+                self.matchers.put(new.slot, new.params, tokens[new.prompt_len :].tolist())
         if self.device.type != "cpu":
             changed = np.array([new.slot for new in new_slots])
             for host, device in zip(self._host_blocks, self._device_blocks, strict=True):

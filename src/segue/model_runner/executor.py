@@ -132,6 +132,7 @@ class DeviceStepResult:
     logprob_indices: Sequence[int] = ()  # indices into `next_tokens_host`
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # slot -> parts, in order
     finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
+    failures: dict[int, str] = field(default_factory=dict)  # index into `next_tokens_host` -> why
     graph: str | None = None  # the kind of the graph that was replayed
     eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
     padded_tokens: int = 0
@@ -140,11 +141,16 @@ class DeviceStepResult:
         """Whether the results are on the host."""
         return self.copy_done is None or self.copy_done.query()
 
-    def result(self) -> StepResult:
-        """Wait for the copy and return the result for the scheduler."""
+    def tokens(self) -> list[int]:
+        """Wait for the copy and return the tokens."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
-        tokens = self.next_tokens_host.tolist()
+        tokens: list[int] = self.next_tokens_host.tolist()
+        return tokens
+
+    def result(self) -> StepResult:
+        """Wait for the copy and return the result for the scheduler."""
+        tokens = self.tokens()
         logprobs: list[TokenLogprob | None] | None = None
         if self.logprobs is not None:
             logprobs = [None] * len(tokens)
@@ -162,6 +168,7 @@ class DeviceStepResult:
             graph=self.graph,
             eager=self.eager,
             padded_tokens=self.padded_tokens,
+            failures=self.failures,
         )
 
 
@@ -262,9 +269,13 @@ class StepExecutor:
             graph=graph,
             eager=eager,
             padded_tokens=padded_tokens,
+            failures=sampled.failures,
         )
         if result.copy_done is not None:
             result.copy_done.record()
+        if self.state.matchers is not None and arrays.plan.sampling_mode == "full":
+            # Masks of the next tokens are computed beside the next step.
+            self.state.matchers.take(arrays.sample_slots, result.tokens)
         return result
 
     def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:

@@ -15,6 +15,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.control import InitStep
+from segue.messages.guided import Vocabulary
 from segue.messages.life import HeldKV
 from segue.messages.steps import StepPlan
 from segue.model_runner.executor import ForwardOutput, Result, make_stream
@@ -85,6 +86,11 @@ class ModelRunner:
         self._recent.pop(plan.step - NUM_RECENT, None)
         return output
 
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Take the vocabulary, which must come before the first guided request."""
+        assert self._startup.matchers is not None, "only the rank that samples guides"
+        self._startup.matchers.set_vocabulary(vocabulary)
+
     def queue_behind(self, step: int) -> None:
         """Let what the calling thread does next come behind a step that was submitted; raises its error.
 
@@ -143,6 +149,8 @@ class ModelRunner:
     def close(self) -> None:
         """Finish all submitted steps and stop."""
         self._stream.close()
+        if self._startup.matchers is not None:
+            self._startup.matchers.close()
         descriptor, self.kv_descriptor = self.kv_descriptor, None
         if descriptor is not None:  # it would keep the memory after the end of an embedded engine
             os.close(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from segue.model_runner.batch_state import BatchState, SamplingColumns
 from segue.sampling.gumbel_max import argmax, draw, draw_candidates
 from segue.sampling.logprobs import Logprobs, logprobs_of
 from segue.sampling.penalties import penalise
+from segue.sampling.token_mask import forbid
 from segue.sampling.top_k_top_p import candidates
 
 Indices = NDArray[np.int64]
@@ -28,15 +29,16 @@ class Sampled:
     tokens: Tensor  # int64 [B]; NON_FINITE where the logits are not finite
     logprobs: Logprobs | None = None  # of the tokens `logprob_indices`
     logprob_indices: Sequence[int] = ()  # indices into `tokens`
+    failures: dict[int, str] = field(default_factory=dict)  # index -> why its token means nothing
 
 
 class Sampler:
     """Samples one token for each of B rows, with the parameters of their request slots in `state`.
 
     The order is: log-probabilities of the raw logits; penalties; bias; masks on stop tokens until
-    min_new_tokens; then either argmax, or temperature, top-k, top-p, min-p and a draw. Randomness is a
-    function of (seed, position), and each row is computed as if it were alone, so that the token does not
-    depend on the batch, the sampling mode, the rank or a retraction.
+    min_new_tokens; masks of grammars; then either argmax, or temperature, top-k, top-p, min-p and a draw.
+    Randomness is a function of (seed, position), and each row is computed as if it were alone, so that the
+    token does not depend on the batch, the sampling mode, the rank or a retraction.
     """
 
     def __init__(self, state: BatchState) -> None:
@@ -68,16 +70,19 @@ class Sampler:
         raw = logits  # of these rows; copied where other rows exist or penalties overwrite the logits
         if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
             raw = logits[self._index(requested)]
+        failures: dict[int, str] = {}
         if sampling_mode == "full":
             self._penalise(logits, slots, positions)
             self._bias(logits, slots, positions)
+            failures = self._guide(logits, slots)
         tokens = self._choose(logits, slots, positions, filters=sampling_mode != "plain")
         if not len(requested):
-            return Sampled(tokens=tokens)
+            return Sampled(tokens=tokens, failures=failures)
         # A row without a token gets the log-probability of token 0, which is not read.
         chosen = tokens[self._index(requested)].clamp(min=0)
         logprobs = logprobs_of(raw, chosen, num_top[requested].tolist())
-        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=requested.tolist())
+        indices = requested.tolist()
+        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=indices, failures=failures)
 
     def _choose(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
         """Return one token per row, int64 `[B]`, from the final logits.
@@ -182,6 +187,18 @@ class Sampler:
             where = (self._index(rows), self._index(np.concatenate(ids)))
             change = to_device(np.concatenate(values), logits.device)
             logits.index_put_(where, change, accumulate=True)
+
+    def _guide(self, logits: Tensor, slots: Indices) -> dict[int, str]:
+        """Forbid in place what the rows' grammars do not allow next, once that is known.
+
+        Returns the rows whose grammars cannot be followed, with the reasons.
+        """
+        matchers = self._state.matchers
+        allowed = None if matchers is None else matchers.allowed(slots)
+        if allowed is None:
+            return {}
+        forbid(logits, self._index(allowed.rows), to_device(allowed.masks, logits.device))
+        return allowed.failures
 
     def _index(self, values: Sequence[int] | Indices) -> Tensor:
         """Return indices of the host as an int64 tensor on the device."""

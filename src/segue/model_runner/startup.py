@@ -17,6 +17,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.groups import all_devices_have_peer_access, connect
 from segue.distributed.info import TPInfo
+from segue.guided.matchers import Matchers
 from segue.host import free_cpu_memory, keep_freed_memory
 from segue.kvcache.page_table import PageTable
 from segue.laps.cost import StepTime
@@ -70,6 +71,7 @@ class Startup:
     tp: TPInfo
     run_dir: Path  # for the rendezvous of all ranks
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
+    matchers: Matchers | None = None  # of guided requests
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -247,6 +249,9 @@ class Startup:
             device=self.resolved.device,
         )
         self._state = BatchState(page_table, limits.max_seq_len)
+        if self.tp.rank == 0:  # only it samples
+            threads = 1 if self._on_cpu else None  # on a CPU the steps have the cores
+            self.matchers = self._state.matchers = Matchers(self.source.config.vocab_size, threads)
         return page_table.data.nbytes + self._state.token_pool.nbytes, ""
 
     def _make_backend(self) -> Made:

@@ -152,7 +152,9 @@ class Request:
     def end_by_output(self) -> FinishReason | None:
         """Returns how the last output token ends the request; None if it goes on."""
         count = len(self.tokens) - self.prompt_len  # 0: the last token is the prompt's, and ends nothing
-        if self.tokens[-1] in self.stop_ids and 0 < count >= self.params.min_new_tokens:
+        # Under a grammar a stop token is drawn too early only where nothing else may come.
+        least = self.params.min_new_tokens if self.params.grammar is None else 0
+        if self.tokens[-1] in self.stop_ids and 0 < count >= least:
             return "stop"
         if count < self.most_outputs:
             return None

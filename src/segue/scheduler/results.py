@@ -42,6 +42,9 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
         if token == NON_FINITE:
             finished.append(_end_non_finite(s, request, f"output token {request.num_outputs + 1}"))
             continue
+        if (why := result.failures.get(index)) is not None:
+            finished.append(_end_unguided(s, request, why))
+            continue
         if not request.most_outputs:  # only the prompt was to be computed
             request.versions = [(step.version, 0, 0)]
             finished.append(s.end(request, "length"))
@@ -80,6 +83,15 @@ def _count(s: Scheduler, result: StepResult, num_tokens: int) -> None:
         totals.graph_hits[result.graph] = totals.graph_hits.get(result.graph, 0) + 1
     if result.eager is not None:
         totals.eager_steps[result.eager] = totals.eager_steps.get(result.eager, 0) + 1
+
+
+def _end_unguided(s: Scheduler, request: Request, why: str) -> Finished:
+    """End a request whose grammar cannot be followed any further."""
+    text = (
+        f"the grammar of request {request.rid} cannot be followed behind output token {request.num_outputs}: "
+        f"{why}. Give a simpler grammar"
+    )
+    return s.end(request, "error", message=text, error=errors.GuidedOutputError)
 
 
 def _end_non_finite(s: Scheduler, request: Request, where: str) -> Finished:

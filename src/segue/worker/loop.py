@@ -34,6 +34,7 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
+from segue.messages.guided import Vocabulary
 from segue.messages.kv import PagesPrepared, PushEnded, RankJoined, WritersGone
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
@@ -373,6 +374,8 @@ class SchedulerLoop:
                     finished = [answer]
                 elif not self.scheduler.has_work:  # no step will report the new number of waiting requests
                     self._send(self.scheduler.output())
+            case Vocabulary():
+                self.runner.set_vocabulary(message)
             case Abort():
                 finished = self.scheduler.abort(message)
             case Finish():

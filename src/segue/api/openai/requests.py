@@ -15,9 +15,11 @@ from msgspec import Meta, Struct
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
+from segue.api.guided import RULES as GUIDED_RULES
+from segue.api.guided import GuidedFields, guided_options
 from segue.api.openai import chat_fields
 from segue.api.openai.chat_fields import Effort, ReplyForm, ToolCall, ToolChoice, Tools
-from segue.api.openai.token_fields import NOTHING, Shown, TokenFields, prompt_options, shown
+from segue.api.openai.token_fields import NOTHING, Shown, prompt_options, shown
 from segue.api.request_fields import check_fields, check_rid, given_rid
 from segue.api.validation import TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
@@ -38,6 +40,7 @@ RULES = {
     "stop": "a string or a list of strings",
     "content": 'a string or a list of {"type": "text", "text": …} parts',
     **chat_fields.RULES,
+    **GUIDED_RULES,
     **BOOTSTRAP_RULES,
 }
 
@@ -50,7 +53,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # not supported
 
 
-class SamplingBody(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and completions have in common; None is the default."""
 
     model: str | None = None  # None: the served one
@@ -256,10 +259,12 @@ def _options(body: SamplingBody, **others: Any) -> SamplingOptions:
     if body.seed is not None and body.sampling_seed is not None and body.seed != body.sampling_seed:
         both = f"seed={short_repr(body.seed)} and sampling_seed={short_repr(body.sampling_seed)}"
         raise InvalidRequestError(f"{both} contradict each other; give one", param="sampling_seed")
+    names = others.pop("names")
     return SamplingOptions.of(
         body,
         seed=body.sampling_seed if body.seed is None else body.seed,
         keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
+        **guided_options(body, names),
         **others,
     )
 

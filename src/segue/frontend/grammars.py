@@ -1,0 +1,64 @@
+"""Checks the grammars of arriving requests, so that nothing is queued that cannot be guided."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+
+from segue.errors import InvalidRequestError
+from segue.frontend.sampling_options import RequestLimits, SamplingOptions
+from segue.frontend.thread_pool import ThreadPool
+from segue.guided import grammars
+from segue.messages.guided import GrammarSpec
+
+INLINE_CHARS = 2048  # of the largest grammar that is checked on the event loop: about a millisecond
+MAX_CHECKED = 256  # grammars whose reasons are remembered
+
+
+class GrammarChecks:
+    """Checks grammars, each once: the last ones are remembered, with what is wrong with them."""
+
+    def __init__(self, limits: RequestLimits, thread_pool: ThreadPool, *, has_tokenizer: bool) -> None:
+        self._limits = limits
+        self._thread_pool = thread_pool
+        self._has_tokenizer = has_tokenizer
+        self._known: OrderedDict[GrammarSpec, str] = OrderedDict()  # the reason; "": it is right
+
+    async def check(self, all_options: Iterable[SamplingOptions]) -> None:
+        """Check the grammars of a call's options, large ones in a thread.
+
+        Raises:
+            InvalidRequestError: the first that is wrong or not supported, or the model cannot be guided.
+        """
+        for options in all_options:
+            if (spec := options.grammar) is None:
+                continue
+            name = options.names.get("grammar", "grammar")
+            if not self._has_tokenizer or not self._limits.eos_ids:
+                missing = "EOS token" if self._has_tokenizer else "tokenizer"
+                text = f"{name}: this model has no {missing}, so its output cannot be guided; leave it out"
+                raise InvalidRequestError(text, param=name)
+            if reason := await self._reason(spec):
+                kind = spec.kind.replace("_", " ")
+                raise InvalidRequestError(f"{name}: the {kind} cannot be used: {reason}", param=name)
+
+    async def _reason(self, spec: GrammarSpec) -> str:
+        """Return why a grammar cannot be used; "": it can."""
+        reason = self._known.pop(spec, None)
+        if reason is None:
+            inline = len(spec.text) <= INLINE_CHARS
+            reason = _reason(spec) if inline else await self._thread_pool.run(partial(_reason, spec))
+            if len(self._known) >= MAX_CHECKED:
+                self._known.popitem(last=False)
+        if len(spec.text) <= grammars.MAX_GRAMMAR_BYTES:
+            self._known[spec] = reason
+        return reason
+
+
+def _reason(spec: GrammarSpec) -> str:
+    try:
+        grammars.check(spec)
+    except grammars.GrammarError as error:
+        return str(error)
+    return ""

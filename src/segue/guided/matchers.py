@@ -1,0 +1,202 @@
+"""Where each guided request stands in its grammar, and the tokens that it may draw next.
+
+:class:`Matchers` lives beside the sampler of rank 0. What takes time happens in one thread of its own, in the
+order in which it was asked for: a mask is computed from a step's token while the next step's model runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from segue.guided.grammars import reason_of, to_llguidance
+from segue.logs import logger
+from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.requests import SamplingParams
+
+MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
+Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
+
+
+@dataclass(slots=True, eq=False)
+class Guide:
+    """One request's place in its grammar. The thread writes it; others read it once ``ready`` is done."""
+
+    mask: Mask  # `[ceil(V / 32)]`, of the next token
+    late_eos: bool  # as in `SamplingParams`
+    ready: Future[None]
+    matcher: LLMatcher | None = None  # None: the grammar could not be followed; see `failure`
+    failure: str = ""  # why; ""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which tokens the guided rows of a step may draw."""
+
+    rows: NDArray[np.int64]  # `[G]`, the guided ones of the step's sampling rows
+    masks: Mask  # `[G, ceil(V / 32)]`
+    failures: dict[int, str]  # row -> why its grammar cannot be followed; its mask allows anything
+
+
+class _Tokens:
+    """The vocabulary, as llguidance asks for it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_ids
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.tokenizer: LLTokenizer | None = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokenize what a grammar leaves no choice about: each time the longest token that fits.
+
+        Real tokenizers merge otherwise now and then, but then the text is the same.
+        """
+        assert self.tokenizer is not None
+        return self.tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode())
+
+
+class Matchers:
+    """The guides of the request slots. A slot without a grammar has none, and costs nothing."""
+
+    def __init__(self, vocab_size: int, num_threads: int | None = 1) -> None:
+        """Take the number of tokens, and how many threads compute the masks of a step; None: most cores."""
+        self._num_words = (vocab_size + 31) // 32
+        self._vocab_size = vocab_size
+        self._num_threads = num_threads
+        self._guides: dict[int, Guide] = {}
+        self._thread: ThreadPoolExecutor | None = None  # None: nothing was ever guided
+        self._executor: LLExecutor | None = None
+        self._tokenizer: LLTokenizer | None = None
+        self._eos_mask = np.zeros(self._num_words, dtype=np.int32)
+        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Take the vocabulary, which must come before the first grammar."""
+        self._submit(lambda: self._make_tokenizer(vocabulary))
+
+    def put(self, slot: int, params: SamplingParams, outputs: Sequence[int]) -> None:
+        """Let a new request have a slot; ``outputs`` are the output tokens that it has already."""
+        if params.grammar is None:
+            self._guides.pop(slot, None)
+            return
+        spec = params.grammar
+        mask = np.zeros(self._num_words, dtype=np.int32)
+        guide = self._guides[slot] = Guide(mask, params.late_eos, ready=Future())
+        guide.ready = self._submit(lambda: self._begin(guide, spec, outputs))
+
+    def allowed(self, slots: NDArray[np.int64]) -> Allowed | None:
+        """Return what the rows with these slots may draw, once that is known; None: none is guided."""
+        if not self._guides:
+            return None
+        guides = [
+            (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
+        ]
+        if not guides:
+            return None
+        for _, guide in guides:
+            guide.ready.result()
+        return Allowed(
+            rows=np.array([row for row, _ in guides], dtype=np.int64),
+            masks=np.stack([guide.mask for _, guide in guides]),
+            failures={row: guide.failure for row, guide in guides if guide.failure},
+        )
+
+    def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> None:
+        """Go on from the tokens that a step has drawn for these slots, one each.
+
+        ``read`` returns them, and may wait for them. The thread calls it, and only if a slot is guided.
+        """
+        if not self._guides:
+            return
+        guides = [
+            (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
+        ]
+        if guides:
+            ready = self._submit(lambda: self._advance(guides, read()))
+            for _, guide in guides:
+                guide.ready = ready
+
+    def close(self) -> None:
+        """End the thread; nothing may be asked for afterwards."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="segue-guided")
+        return self._thread.submit(work)
+
+    # --- in the thread ---
+
+    def _make_tokenizer(self, vocabulary: Vocabulary) -> None:
+        """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
+        started = time.monotonic()
+        tokens = _Tokens(vocabulary)
+        self._tokenizer = tokens.tokenizer = LLTokenizer(
+            tokens,  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
+            n_vocab=self._vocab_size,
+            eos_token=vocabulary.eos_ids,
+        )
+        self._executor = LLExecutor(self._num_threads)
+        for token in vocabulary.eos_ids:
+            self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+        logger.info("guided output: the vocabulary took %.2f s", time.monotonic() - started)
+
+    def _begin(self, guide: Guide, spec: GrammarSpec, outputs: Sequence[int]) -> None:
+        """Put a guide at the start of its grammar, and behind the outputs."""
+        guide.matcher = matcher = self._compile(spec).deep_copy()
+        matcher.consume_tokens(list(outputs))
+        self._fill([guide])
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        """Return a matcher at the start of a grammar, which must be copied."""
+        matcher = self._compiled.pop(spec, None)
+        if matcher is None:
+            assert self._tokenizer is not None, "a grammar came before the vocabulary"
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0)
+            if len(self._compiled) == MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled[spec] = matcher
+        return matcher
+
+    def _advance(self, guides: Sequence[tuple[int, Guide]], tokens: Sequence[int]) -> None:
+        """Take a token per guide, by row, and compute the masks of the next tokens.
+
+        A request whose grammar is complete has ended; its slot may be part of a step that was planned before.
+        """
+        going_on = []
+        for row, guide in guides:
+            matcher = guide.matcher
+            if matcher is not None and tokens[row] >= 0 and not matcher.is_stopped():
+                matcher.consume_token(tokens[row])
+                going_on.append(guide)
+        self._fill(going_on)
+
+    def _fill(self, guides: Sequence[Guide]) -> None:
+        """Compute the masks of the next tokens."""
+        if not guides:
+            return
+        assert self._executor is not None
+        masks = np.empty((len(guides), self._num_words), dtype=np.int32)
+        matchers = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
+        for guide, mask in zip(guides, masks, strict=True):
+            assert guide.matcher is not None
+            if guide.matcher.is_error():
+                guide.failure = reason_of(guide.matcher.get_error().split("<state>")[0])
+                guide.matcher = None
+                mask[:] = -1
+            elif guide.late_eos and (others := mask & ~self._eos_mask).any():
+                mask = others
+            guide.mask[:] = mask

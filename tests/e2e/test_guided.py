@@ -1,0 +1,153 @@
+"""Guided output of a real engine on a small model: it keeps to its grammar, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import segue
+from segue.errors import InvalidRequestError
+from segue.messages.control import PauseMode
+from tests.e2e.engines import state, until
+from tests.support.fake_engine import assert_nothing_left
+
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "page_size": 4,
+    "num_kv_tokens": 512,
+    "max_running_requests": 8,
+    "chunked_prefill_size": 24,
+    "deterministic": True,
+    "log_level": "error",
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+PROMPTS = ["Hello world", "The capital of France is", "numbers 0 1 2"]
+LONG = [
+    {"regex": "([0-9]{3}-){29}[0-9]"},
+    {"ebnf": 'root ::= ("x" | "y" [0-9]){60,90}'},
+    {"regex": "[ab]{90,120}"},
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model: Path) -> Iterator[segue.Engine]:
+    with segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: segue.Engine) -> Iterator[segue.Engine]:
+    yield shared
+    shared.continue_generation()
+    assert shared.flush_cache(timeout=10).success
+    assert_nothing_left(shared)
+
+
+def drawn(count: int = 100, **more: Any) -> dict[str, Any]:
+    return {"temperature": 1.0, "sampling_seed": 3, "max_new_tokens": count} | more
+
+
+def reason(reply: Any) -> str:
+    kind: str = reply["meta_info"]["finish_reason"]["type"]
+    return kind
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 5.0},
+        {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "frequency_penalty": 1.0},
+    ],
+)
+def test_rows_of_one_batch_keep_each_to_its_own_grammar(
+    engine: segue.Engine, options: dict[str, Any]
+) -> None:
+    params = drawn(50, **options)
+    guides: list[dict[str, Any]] = [
+        {"json_schema": PERSON},
+        {},
+        {"regex": "[a-c]{2,4}|é{1,3}x"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+    ]
+    unguided = engine.generate(PROMPTS[0], params)
+    replies = engine.generate(PROMPTS[:1] * 4, [params | guide for guide in guides], return_logprob=True)
+    jsonschema.validate(json.loads(replies[0]["text"]), PERSON)
+    assert replies[1]["output_ids"] == unguided["output_ids"]
+    assert re.fullmatch("[a-c]{2,4}|é{1,3}x", replies[2]["text"]) and replies[3]["text"] in ("yes", "no")
+    assert [reason(replies[index]) for index in (0, 2, 3)] == ["stop"] * 3
+    for reply in replies:  # of the model's own distribution, as with penalties
+        assert all(logprob > -100 for logprob, _, _ in reply["meta_info"]["output_token_logprobs"])
+
+
+def test_limits_and_stops_count_as_ever(engine: segue.Engine) -> None:
+    cut = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{20}"))
+    assert re.fullmatch("[ab]{5}", cut["text"]) and reason(cut) == "length"
+    stopped = engine.generate(PROMPTS[0], drawn(regex="[ab]{20}c", stop="c"))
+    assert re.fullmatch("[ab]{20}", stopped["text"]) and reason(stopped) == "stop"
+
+
+@pytest.mark.parametrize("wish", [{"min_new_tokens": 12}, {"ignore_eos": True}])
+def test_an_output_ends_early_only_where_its_grammar_leaves_nothing_else(
+    engine: segue.Engine, wish: dict[str, Any]
+) -> None:
+    long = engine.generate(PROMPTS[0], drawn(20, regex="[ab]*", **wish))
+    assert len(long["output_ids"]) >= 12 and re.fullmatch("[ab]+", long["text"])
+    short = engine.generate(PROMPTS[0], drawn(20, regex="[ab]{1,3}", **wish))
+    assert re.fullmatch("[ab]{3}", short["text"]) and reason(short) == "stop"
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_interrupted_output_is_the_uninterrupted_one(engine: segue.Engine, mode: PauseMode) -> None:
+    params = [drawn(200, **guide) for guide in LONG]
+    whole = engine.generate(PROMPTS, params)
+    engine.pause_generation(mode)
+    with ThreadPoolExecutor(1) as thread:
+        replies = thread.submit(engine.generate, PROMPTS, params)
+        num_interrupted, made = 0, state(engine)["num_generated_tokens"]
+        while not replies.done() and num_interrupted < 5:
+            engine.continue_generation()
+            engine.pause_generation(mode)
+            now = state(engine)
+            num_interrupted += now["num_generated_tokens"] > made
+            made = now["num_generated_tokens"]
+        engine.continue_generation()
+    assert num_interrupted > 3
+    for reply, expected in zip(replies.result(), whole, strict=True):
+        assert (reply["output_ids"], reason(reply)) == (expected["output_ids"], "stop")
+
+
+def test_a_preempted_output_is_the_uninterrupted_one(engine: segue.Engine) -> None:
+    params = [drawn(200, regex=f"([ab{digit}]{{25}}-){{3}}") for digit in range(8)]
+    alone = [engine.generate(PROMPTS[0], each) for each in params]
+    before = state(engine)["num_preemptions"]
+    together = engine.generate(PROMPTS[:1] * 8, params)
+    assert state(engine)["num_preemptions"] > before
+    assert [each["output_ids"] for each in together] == [each["output_ids"] for each in alone]
+
+
+def test_a_wrong_grammar_is_an_error_before_anything_is_queued(engine: segue.Engine) -> None:
+    for fields, param in (({"regex": "("}, "regex"), ({"json_schema": {"not": {}}}, "json_schema")):
+        with pytest.raises(InvalidRequestError) as raised:
+            engine.generate([PROMPTS[0]] * 2, [drawn(), drawn(**fields)])
+        assert raised.value.param == param
+    until(engine, running_batch_size=0, waiting_queue_size=0)

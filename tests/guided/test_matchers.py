@@ -1,0 +1,194 @@
+"""Masks against every token of a small vocabulary; the languages are finite, so that all texts are known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from segue.guided.matchers import Allowed, Matchers
+from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.requests import SamplingParams
+
+WORDS = [
+    b"ab",
+    b"abc",
+    b"cd",
+    b'"a',
+    b'":',
+    b'{"',
+    b"true",
+    b"tr",
+    b"[]",
+    "é".encode(),
+    b"\xc3",
+    b"\xa9",
+    b"12",
+]
+TOKENS = [b"<end>", b"<pad>", *WORDS, *[bytes([byte]) for byte in range(0x20, 0x7F)], b"", b"\n"]
+EOS = 0
+SIZE = len(TOKENS)
+SPACELESS = {"x-guidance": {"whitespace_flexible": False}}
+
+
+def spec(kind: str, value: object) -> GrammarSpec:
+    return GrammarSpec(kind, value if isinstance(value, str) else json.dumps(value))  # type: ignore[arg-type]
+
+
+def words(alphabet: Sequence[str], lengths: range, prefix: str = "") -> set[str]:
+    return {prefix + "".join(each) for n in lengths for each in itertools.product(alphabet, repeat=n)}
+
+
+MANY = ["abc", "abd", "ab", "x y", 'a"b\\', "é", "\n"]
+DIGITS = "0123456789"
+LISTS = {
+    "[" + ",".join(each) + "]" for n in range(4) for each in itertools.product(("1", "12", "2"), repeat=n)
+}
+LANGUAGES = [
+    (spec("choice", MANY), set(MANY)),
+    (spec("regex", "[abc]{1,4}"), words(("a", "b", "c"), range(1, 5))),
+    (spec("regex", "^(cd|c){1,6}$"), words(("cd", "c"), range(1, 7))),
+    (spec("grammar", 'root ::= "a" x | "b"\nx ::= [0-9] [0-9]?'), {"b", *words(DIGITS, range(1, 3), "a")}),
+    (spec("grammar", 'start: "(" start ")" | "a"'), {"(" * n + "a" + ")" * n for n in range(99)}),
+    (
+        spec("json_schema", {"enum": [True, 1, "ab", [], {"a": 12}], **SPACELESS}),
+        {"true", "1", '"ab"', "[]", '{"a":12}'},
+    ),
+    (
+        spec("json_schema", {"type": "array", "items": {"enum": [1, 12, 2]}, "maxItems": 3, **SPACELESS}),
+        LISTS,
+    ),
+]
+
+
+@pytest.fixture
+def matchers() -> Iterator[Matchers]:
+    made = Matchers(SIZE)
+    made.set_vocabulary(Vocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
+    yield made
+    made.close()
+
+
+def put(
+    matchers: Matchers, slot: int, grammar: GrammarSpec, outputs: tuple[int, ...] = (), **params: object
+) -> None:
+    matchers.put(slot, SamplingParams(max_new_tokens=99, grammar=grammar, **params), outputs)  # type: ignore[arg-type]
+
+
+def allowed(matchers: Matchers, *slots: int) -> Allowed:
+    found = matchers.allowed(np.array(slots))
+    assert found is not None
+    return found
+
+
+def tokens_of(mask: np.ndarray) -> set[int]:
+    return set(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE].nonzero()[0].tolist())
+
+
+def expected(language: set[bytes], text: bytes) -> set[int]:
+    """All tokens after which the text can still become one of the language."""
+    going_on = {
+        index
+        for index, token in enumerate(TOKENS)
+        if index > 1 and token and any(each.startswith(text + token) for each in language)
+    }
+    return going_on | ({EOS} if text in language else set())
+
+
+@pytest.mark.parametrize(("grammar", "texts"), LANGUAGES, ids=[each.text for each, _ in LANGUAGES])
+def test_a_mask_has_exactly_the_tokens_that_the_language_allows(
+    matchers: Matchers, grammar: GrammarSpec, texts: set[str]
+) -> None:
+    language, rng, exact = {text.encode() for text in texts}, random.Random(1), 0
+    for _ in range(20):
+        put(matchers, 3, grammar)
+        text = b""
+        while True:
+            (mask,) = allowed(matchers, 3).masks
+            found, all_of_them = tokens_of(mask), expected(language, text)
+            next_bytes = {TOKENS[index][:1] for index in all_of_them}
+            if len(next_bytes) > 1:
+                assert found == all_of_them, text
+                exact += 1
+            else:  # where the next text is clear, one way to write it may be chosen
+                assert found and found <= all_of_them, text
+            token = rng.choice(sorted(found))
+            if token == EOS:
+                break
+            text += TOKENS[token]
+            matchers.take(np.array([3]), lambda token=token: [token])
+        assert text in language
+    assert exact > 10
+
+
+def test_it_goes_on_behind_outputs_as_if_they_had_been_drawn_here(matchers: Matchers) -> None:
+    grammar = spec("regex", "[abc]{5}")
+    put(matchers, 0, grammar)
+    drawn = [TOKENS.index(b"ab"), TOKENS.index(b"c")]
+    for token in drawn:
+        matchers.take(np.array([0]), lambda token=token: [token])
+    put(matchers, 1, grammar, tuple(drawn))
+    first, second = allowed(matchers, 0, 1).masks
+    assert (first == second).all()
+    assert tokens_of(first) == expected({each.encode() for each in words("abc", range(5, 6))}, b"abc")
+
+
+def test_rows_of_a_step_are_guided_each_by_its_own_grammar_or_not_at_all(matchers: Matchers) -> None:
+    put(matchers, 5, spec("choice", ["x"]))
+    put(matchers, 2, spec("choice", ["y"]))
+    assert matchers.allowed(np.array([0, 1])) is None
+    found = allowed(matchers, 2, 0, 5)
+    assert found.rows.tolist() == [0, 2]
+    assert [tokens_of(mask) for mask in found.masks] == [{TOKENS.index(b"y")}, {TOKENS.index(b"x")}]
+    matchers.put(5, SamplingParams(max_new_tokens=1), ())  # the slot's next request is not guided
+    assert allowed(matchers, 2, 0, 5).rows.tolist() == [0]
+
+
+def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "[ab]{1,3}"))
+    allowed(matchers, 0)
+    known, masks = threading.Event(), list[Allowed]()
+
+    def read() -> list[int]:
+        assert known.wait(10)
+        return [TOKENS.index(b"ab")]
+
+    matchers.take(np.array([0]), read)
+    reader = threading.Thread(target=lambda: masks.append(allowed(matchers, 0)))
+    reader.start()
+    assert not masks
+    known.set()
+    reader.join(10)
+    assert tokens_of(masks[0].masks[0]) == {EOS, TOKENS.index(b"a"), TOKENS.index(b"b")}
+
+
+def test_a_late_eos_waits_until_nothing_else_is_left(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "a{1,2}"), late_eos=True)
+    a, found = TOKENS.index(b"a"), []
+    for _ in range(3):
+        found.append(tokens_of(allowed(matchers, 0).masks[0]))
+        matchers.take(np.array([0]), lambda: [a])
+    assert found == [{a}, {a}, {EOS}]
+
+
+def test_a_step_that_was_planned_before_an_end_changes_nothing(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "a+"))
+    for token in (TOKENS.index(b"a"), EOS, 9, -1):
+        allowed(matchers, 0)
+        matchers.take(np.array([0]), lambda token=token: [token])
+    assert not allowed(matchers, 0).failures
+
+
+def test_outputs_that_the_grammar_does_not_have_fail_alone(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "a+"), [9])
+    put(matchers, 1, spec("choice", ["x"]))
+    found = allowed(matchers, 0, 1)
+    assert list(found.failures) == [0] and "doesn't satisfy the grammar" in found.failures[0]
+    assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
+    matchers.take(np.array([0]), lambda: [9])  # of a step that was planned before the end
+    assert list(allowed(matchers, 0, 1).failures) == [0]
