@@ -99,6 +99,14 @@ def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
         assert list(RemoteModel(Remote(url, None)).stream(Ask())) == ["Hello"]
 
 
+def test_reasoning_is_shown_within_its_marks() -> None:
+    reasoning = b'data: {"choices": [{"delta": {"reasoning_content": "So"}}]}\n\n'
+    events = reasoning * 2 + HELLO * 2 + b"data: [DONE]\n\n"
+    with answering(MODELS, OK + events) as url:
+        answer = "".join(RemoteModel(Remote(url, None)).stream(Ask(messages=[])))
+    assert answer == "<think>\nSoSo\n</think>\n\nHelloHello"
+
+
 def test_a_redirect_is_an_error_and_the_key_is_not_sent_on() -> None:
     with answering(MODELS) as other:
         moved = b"HTTP/1.1 302 Found\r\nlocation: " + other.encode() + b"/v1/models\r\n\r\n"

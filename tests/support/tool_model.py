@@ -31,7 +31,7 @@ LLAMA = (
 
 def write_tool_model(directory: Path) -> Path:
     """Write a model without weights."""
-    write_model(directory)
+    write_model(directory, max_position_embeddings=2048)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": HERMES}))
     return directory

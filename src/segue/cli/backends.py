@@ -98,10 +98,13 @@ class RemoteModel:
     def stream(self, ask: Ask) -> Iterator[str]:
         """Yield the pieces of the answer, from the events of the server's stream.
 
+        Reasoning is part of it, within the marks that a local model writes.
+
         Raises:
             RemoteError: the server reports an error, or its stream ends without the end mark.
         """
         path, body = self._request(ask)
+        reasons = False
         with self._server.open(path, body | {"stream": True}) as answer:
             for line in answer:
                 name, _, data = line.decode().strip().partition(":")
@@ -113,7 +116,13 @@ class RemoteModel:
                 if "error" in content:
                     raise RemoteError(message_of(content))
                 for choice in content["choices"]:
-                    yield (choice["text"] if ask.prompt is not None else choice["delta"].get("content")) or ""
+                    delta = {"content": choice["text"]} if ask.prompt is not None else choice["delta"]
+                    if reasoning := delta.get("reasoning_content"):
+                        yield reasoning if reasons else f"<think>\n{reasoning}"
+                        reasons = True
+                    if text := delta.get("content"):
+                        yield f"\n</think>\n\n{text}" if reasons else text
+                        reasons = False
         raise RemoteError(f"{self._server.url} ended in the middle of its answer; see the server's log")
 
     def complete(self, ask: Ask) -> Answered:

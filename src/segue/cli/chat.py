@@ -50,6 +50,8 @@ class Conversation:
     def command(self, line: str) -> str:
         """Carry out a command other than the one that leaves, and return what to show.
 
+        Reasoning is part of it, within the marks that a local model writes.
+
         Raises:
             InvalidRequestError: the command is unknown, or a setting breaks its rule, and nothing changes.
         """

@@ -141,6 +141,24 @@ def test_the_prompt_may_have_begun_the_reasoning(end: str, last: str | None, thi
     assert found is not None and found.text.thinking is thinking
 
 
+def test_a_forced_call_guides_the_output_and_a_grammar_of_the_client_leaves_no_reasoning() -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    sub = {"type": "function", "function": {"name": "sub"}}
+    for choice, functions in (("required", ["add", "sub"]), (named, ["add"])):
+        (request,) = call({"tools": [sub, ADD], "tool_choice": choice}, model()).requests
+        grammar, names = request.options.grammar, request.options.names
+        assert grammar is not None and grammar.kind == "grammar" and names["grammar"] == "tool_choice"
+        assert [name for name in ("add", "sub") if f'\\"{name}\\"' in grammar.text] == functions
+        assert "<think>" in grammar.text and ("call)*" in grammar.text) is (choice == "required")
+        assert names["logprobs"] == "top_logprobs"
+        with pytest.raises(InvalidRequestError, match="tool_choice and regex both guide") as raised:
+            call({"tools": [ADD], "tool_choice": choice, "regex": "a"}, model())
+        assert raised.value.param == "tool_choice"
+    assert form({"regex": "a"}) is None
+    guided = form({"regex": "a", "tools": [ADD]}, model(end="<think>"))
+    assert guided is not None and not guided.text.thinks and not guided.text.thinking
+
+
 LAST = "continue_final_message"
 
 

@@ -38,7 +38,7 @@ _NUM_LAST_TOKENS = 8  # of given token ids, in which a mark that ends the prompt
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class Function(Struct, frozen=True):
+class ToolFunction(Struct, frozen=True):
     """A function that the model may call. Further fields are ignored."""
 
     name: FunctionName
@@ -51,7 +51,7 @@ class Tool(Struct, frozen=True):
     """A tool: a function."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class ChosenFunction(Struct, frozen=True):
@@ -121,9 +121,6 @@ def check_tools(body: ChatCompletionRequest, chat: ChatForm, *, is_rendered: boo
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         text = f"tool_choice={_choice_text(choice)}: there is no such tool; name one of tools"
         raise InvalidRequestError(text, param="tool_choice")
-    if choice == "required" or isinstance(choice, NamedTool):
-        text = f"tool_choice={_choice_text(choice)} is not supported: a call cannot be forced yet"
-        raise UnsupportedFieldError(f"{text}; send auto", param="tool_choice")
     if choice == "none":
         return
     if is_rendered and not chat.template.uses("tools"):
@@ -132,6 +129,14 @@ def check_tools(body: ChatCompletionRequest, chat: ChatForm, *, is_rendered: boo
     if chat.tools is None:
         text = "it is not known how this model writes tool calls; start the server with --tool-call-parser"
         raise UnsupportedFieldError(f"tools: {text}, or send tool_choice none", param="tools")
+
+
+def forced_tools(body: ChatCompletionRequest) -> list[Tool]:
+    """Return the tools of which the reply has to call one; empty: it need not call any."""
+    tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name]
+    return tools if choice == "required" else []
 
 
 def _choice_text(choice: str | NamedTool) -> str:
@@ -233,15 +238,18 @@ def _arguments(call: ToolCall, where: str) -> dict[str, Any]:
 
 
 def reply_form(
-    body: ChatCompletionRequest, model: ServedModel, prompt: str | Sequence[int], continued: str | None
+    body: ChatCompletionRequest, chat: ChatForm, *, thinking: bool, is_guided: bool
 ) -> ReplyForm | None:
     """Return how the reply to a chat is understood; None: its text is shown as it is.
 
-    ``continued`` is the text of the message that it continues; None: it continues none.
+    Args:
+        body: what is asked for.
+        chat: how the model's texts are understood.
+        thinking: whether the prompt has begun the reasoning.
+        is_guided: whether the client has given a grammar, which has no place for reasoning.
     """
-    chat = model.chat
     has_tools = bool(body.tools) and body.tool_choice != "none"
-    thinks = chat.thinks and body.separate_reasoning is not False
+    thinks = chat.thinks and body.separate_reasoning is not False and not is_guided
     if not (thinks or has_tools):
         return None
     return ReplyForm(
@@ -249,7 +257,7 @@ def reply_form(
             tools=chat.tools if has_tools else None,
             names=frozenset(tool.function.name for tool in body.tools or ()),
             thinks=thinks,
-            thinking=thinks and _is_thinking(model, prompt, continued),
+            thinking=thinks and thinking,
         ),
         has_reasoning=body.include_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False,
@@ -257,8 +265,13 @@ def reply_form(
     )
 
 
-def _is_thinking(model: ServedModel, prompt: str | Sequence[int], continued: str | None) -> bool:
-    """Whether a prompt has begun the reasoning that the reply goes on with."""
+def is_thinking(model: ServedModel, prompt: str | Sequence[int], continued: str | None) -> bool:
+    """Whether a prompt has begun the reasoning that the reply goes on with.
+
+    ``continued`` is the text of the message that the reply continues; None: it continues none.
+    """
+    if not model.chat.thinks:
+        return False
     if not isinstance(prompt, str):
         last = list(prompt[-_NUM_LAST_TOKENS:])
         prompt = model.encoder.tokenizer_for("tokens").decode(last, skip_special_tokens=False)

@@ -1,0 +1,60 @@
+"""The grammar of a reply that has to call tools, in the form in which the model writes calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from segue.api.openai.chat_fields import Tool
+from segue.api.parsers import hermes, reasoning
+from segue.frontend.chat_template import ToolFormat
+from segue.guided.grammars import JSON_SPACE
+
+_BEFORE: dict[ToolFormat, str] = {"hermes": f"{hermes.OPEN}\n", "llama3-json": ""}
+_BEHIND: dict[ToolFormat, str] = {"hermes": f"\n{hermes.CLOSE}", "llama3-json": ""}
+_ARGUMENTS: dict[ToolFormat, str] = {"hermes": "arguments", "llama3-json": "parameters"}
+_BETWEEN: dict[ToolFormat, str] = {"hermes": "\n", "llama3-json": "; "}
+
+
+def call_grammar(
+    tools: Sequence[Tool], form: ToolFormat, *, several: bool, thinks: bool, thinking: bool
+) -> str:
+    """Return the grammar, in Lark's notation as llguidance takes it: one call of one of the tools.
+
+    Args:
+        tools: those that may be called, at least one.
+        form: how the model writes calls.
+        several: whether further calls may follow.
+        thinks: whether reasoning may come before.
+        thinking: whether the prompt has begun the reasoning.
+    """
+    calls = f"call ({_text(_BETWEEN[form])} call)*" if several else "call"
+    before = f"{'rest' if thinking else 'think?'} " if thinks else ""
+    rules = [f"start: {before}{calls}"]
+    if thinks:
+        rules += [
+            f"think: {_text(reasoning.OPEN)} rest",
+            r"rest: reason /\n*/",
+            rf"reason[lazy]: /(.|\n)*{reasoning.CLOSE.replace('/', chr(92) + '/')}/",
+        ]
+    functions = " | ".join(f"function{index}" for index in range(len(tools)))
+    rules.append(f"call: {_text(_BEFORE[form])} ({functions}) {_text(_BEHIND[form])}")
+    for index, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.function.name)}, "{_ARGUMENTS[form]}": '
+        # Each schema is a root of its own, so that its references stay what they are.
+        rules.append(f'function{index}: {_text(head)} arguments{index} "}}"')
+        rules.append(f"arguments{index}: %json {json.dumps(_schema(tool))}")
+    return "\n".join(rules)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object in any case."""
+    given = tool.function.parameters
+    schema = {"type": "object", **given} if isinstance(given, dict) else {"type": "object"}
+    return {"x-guidance": {"whitespace_pattern": JSON_SPACE}, **schema}
+
+
+def _text(text: str) -> str:
+    """Return a text as a literal of Lark's notation."""
+    return json.dumps(text)
