@@ -98,7 +98,12 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
     sampling, wishes = _sampling(call)
     logprobs = -1 if sampling.logprobs is None else sampling.logprobs
     options = SamplingOptions.of(
-        sampling, logprobs=logprobs, must_fit=False, names=_NAMES, **prompt_options(wishes, logprobs)
+        sampling,
+        model.sampling_defaults,
+        logprobs=logprobs,
+        must_fit=False,
+        names=_NAMES,
+        **prompt_options(wishes, logprobs),
     )
     n = num_choices(sampling.n, sampling.best_of)
     check_num_entries(num_entries(options), n)
