@@ -148,3 +148,12 @@ def test_two_names_of_the_role_may_not_contradict_each_other(options: dict[str, 
 def test_a_key_with_the_line_break_of_its_file_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: the key begins or ends with white space"):
         EngineConfig.create({f"SEGUE_{name.upper()}": "secret\n"})
+
+
+def test_the_model_may_have_several_names() -> None:
+    assert EngineConfig.create({}).served_model_names == []
+    assert EngineConfig.create({"SEGUE_SERVED_MODEL_NAME": "a, b/c"}).served_model_names == ["a", "b/c"]
+    assert EngineConfig.create({}, served_model_name=["a", "b"]).served_model_names == ["a", "b"]
+    for wrong, said in (("a,,b", "separated by ','"), ("a,a", "'a' comes twice")):
+        with pytest.raises(ConfigError, match=said):
+            EngineConfig.create({}, served_model_name=wrong)

@@ -23,6 +23,7 @@ from segue.options import (
     check_socket_directory,
     option,
     parse_list,
+    parse_names,
     parse_sizes,
     parse_urls,
 )
@@ -108,7 +109,24 @@ class EngineConfig(Options):
         None, "Directory, GGUF file or hub id; default: the bundled SmolLM2-135M-Instruct."
     )
     served_model_name: str | None = _model(
-        None, "Model name that clients use; default: derived from --model."
+        None,
+        "Model names that clients use, separated by commas, or each with a flag of its own; replies have the "
+        "first one. Default: one, derived from --model.",
+        check=parse_names,
+    )
+    revision: str | None = _model(
+        None, "Branch, tag or commit of --model, where that is an id of the hub; default: its main branch."
+    )
+    tokenizer: str | None = _model(
+        None, "Directory or hub id of another tokenizer than the one in --model's files."
+    )
+    chat_template: str | None = _model(
+        None, "File with a Jinja template for conversations, in place of the tokenizer's own."
+    )
+    sampling_defaults: Literal["openai", "model"] = _model(
+        "openai",
+        "Temperature, top-p and top-k of requests that do not name them: 'openai': 1, 1 and off; 'model': "
+        "those of the model's generation_config.json.",
     )
     load_format: LoadFormat = _model(
         "auto", "Format of the weights; 'dummy': random weights, drawn from --seed."
@@ -525,6 +543,11 @@ class EngineConfig(Options):
         "What /live of the system port answers while the model loads: 'off': 503; 'progress': 200 while the "
         "start gets on.",
     )
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """The names that --served-model-name gives the model; empty: none."""
+        return [] if self.served_model_name is None else parse_names(self.served_model_name, "")
 
     @property
     def shares_weights(self) -> bool:

@@ -68,7 +68,8 @@ class Options:
         hints = get_type_hints(type(self))
         for each in fields(self):
             name, check, value = each.name, each.metadata["check"], getattr(self, each.name)
-            if check is parse_sizes and isinstance(value, list | tuple):  # Python callers may pass lists
+            # Python callers may pass lists.
+            if check in (parse_sizes, parse_names) and isinstance(value, list | tuple):
                 value = ",".join(map(str, value))
                 object.__setattr__(self, name, value)
             _check(name, value, hints[name], each.metadata)
@@ -260,6 +261,19 @@ def parse_list(text: str, name: str, separator: str = ",") -> list[str]:
     if not all(parts):
         raise ConfigError(f"{name}={text!r}: expected entries separated by {separator!r}", param=name)
     return parts
+
+
+def parse_names(text: str, name: str) -> list[str]:
+    """Return the names of an option like "gpt-4o,my-model".
+
+    Raises:
+        ConfigError: a name is empty, or comes twice.
+    """
+    names = parse_list(text, name)
+    for each in names:
+        if names.count(each) > 1:
+            raise ConfigError(f"{name}={text!r}: {each!r} comes twice; give each name once", param=name)
+    return names
 
 
 def parse(text: str, kind: Any, name: str) -> Any:

@@ -52,6 +52,14 @@ def test_a_batch_gives_a_list_in_order(engine: FakeEngine) -> None:
     assert [reply["text"] for reply in replies] == ["abc", "dede"]
 
 
+def test_several_choices_are_a_list(engine: FakeEngine) -> None:
+    replies = engine.generate("abc", {"max_new_tokens": 3, "n": 2}, rid="mine")
+    assert [reply["text"] for reply in replies] == ["abc", "abc"]
+    assert [reply["meta_info"]["id"] for reply in replies] == ["mine_0", "mine_1"]
+    updates = list(engine.generate("abc", {"max_new_tokens": 3, "n": 2}, stream=True))
+    assert {update["index"] for update in updates} == {0, 1}
+
+
 def test_prompt_logprobs_of_chunks_of_one_token(tiny_model: Path) -> None:
     with start(tiny_model, chunked_prefill_size=1, max_logprobs=100) as engine:
         scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 100}
@@ -254,7 +262,9 @@ def test_bad_input_is_named(engine: FakeEngine, fields: dict[str, Any], word: st
         engine.generate(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"image_data": "x"}, {"sampling_params": {"structural_tag": "{}"}}])
+@pytest.mark.parametrize(
+    "fields", [{"image_data": "x"}, {"sampling_params": {"structural_tag": "{}"}}, {"lora_path": "x"}]
+)
 def test_what_is_not_supported_is_named(engine: FakeEngine, fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedFieldError):
         engine.generate("a", **fields)

@@ -3,7 +3,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from segue.checkpoint import hub
 from segue.errors import ModelFileError
@@ -27,10 +32,11 @@ class FakeHub:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
         self.answer = answer
         self.patterns: list[str] = []
+        self.revision: str | None = None
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def download(self, model: str, *, allow_patterns: list[str]) -> str:
-        self.patterns = allow_patterns
+    def download(self, model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        self.patterns, self.revision = allow_patterns, revision
         if isinstance(self.answer, Exception):
             raise self.answer
         return f"{self.answer}/{model}"
@@ -49,13 +55,22 @@ def test_fetch_without_weights_does_not_download_them(monkeypatch: pytest.Monkey
     assert "*.json" in fake.patterns
 
 
-def unknown_repository() -> Exception:
+def test_a_revision_is_passed_on_and_an_unknown_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(monkeypatch, "/hub")
+    hub.fetch("owner/name", weights=True, revision="v2")
+    assert fake.revision == "v2"
+    FakeHub(monkeypatch, not_found(RevisionNotFoundError))
+    with pytest.raises(ModelFileError, match=r"revision='v2': model 'owner/name' .* has no such branch"):
+        hub.fetch("owner/name", weights=True, revision="v2")
+
+
+def not_found(kind: type[HfHubHTTPError]) -> Exception:
     response: Any = type("Response", (), {"headers": {}, "request": None, "status_code": 404, "url": ""})()
-    return RepositoryNotFoundError("404 Client Error.\nmore", response=response)
+    return kind("404 Client Error.\nmore", response=response)
 
 
 def test_an_unknown_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeHub(monkeypatch, unknown_repository())
+    FakeHub(monkeypatch, not_found(RepositoryNotFoundError))
     with pytest.raises(ModelFileError, match=r"model 'owner/name' is neither .*Check the name"):
         hub.fetch("owner/name", weights=True)
 

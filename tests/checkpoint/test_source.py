@@ -9,7 +9,7 @@ import torch
 
 import segue
 from segue.checkpoint import bundled, hub
-from segue.checkpoint.source import ModelSource, resolve
+from segue.checkpoint.source import ModelSource, resolve, tokenizer_files
 from segue.errors import ModelFileError, UnsupportedModelError
 from tests.checkpoint import tiny, tiny_gguf
 
@@ -112,17 +112,40 @@ def test_the_default_model_is_the_bundled_one(
 
 
 def test_a_hub_id_is_fetched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[tuple[str, bool]] = []
+    fetched: list[tuple[str, bool, str | None]] = []
 
-    def fetch(model: str, *, weights: bool) -> Path:
-        fetched.append((model, weights))
+    def fetch(model: str, *, weights: bool, revision: str | None) -> Path:
+        fetched.append((model, weights, revision))
         return directory
 
     monkeypatch.setattr(hub, "fetch", fetch)
     source = find("someone/tiny-llama")
     find("someone/tiny-llama", load_format="dummy")
     assert (source.name, source.directory) == ("someone/tiny-llama", directory)
-    assert fetched == [("someone/tiny-llama", True), ("someone/tiny-llama", False)]
+    resolve("someone/tiny-llama", "auto", "/nonexistent", revision="v2")
+    name = "someone/tiny-llama"
+    assert fetched == [(name, True, None), (name, False, None), (name, True, "v2")]
+
+
+def test_only_models_of_the_hub_have_revisions(directory: Path) -> None:
+    for model, said in ((str(directory), "model "), (None, "the bundled model")):
+        with pytest.raises(ModelFileError, match=f"revision='v2': {said}.*leave --revision out"):
+            resolve(model, "auto", "/nonexistent", revision="v2")
+
+
+def test_a_tokenizer_of_another_place(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "fetch", lambda name, *, weights: directory if not weights else None)
+    (directory / "tokenizer.json").touch()
+    assert tokenizer_files(str(directory)) == tokenizer_files("owner/name") == directory
+    (tmp_path / "empty").mkdir()
+    for wrong, said in (
+        (tmp_path / "empty", "the directory has none of"),
+        (tmp_path / "no", "give a directory"),
+    ):
+        with pytest.raises(ModelFileError, match=said):
+            tokenizer_files(str(wrong))
 
 
 @pytest.mark.parametrize(

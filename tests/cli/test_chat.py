@@ -104,9 +104,9 @@ class Terminal:
 
     def wait(self) -> int:
         """Returns the exit code, after further signals if one was lost."""
-        for _ in range(10):
+        for _ in range(3):
             try:
-                return self.process.wait(1)
+                return self.process.wait(10)
             except subprocess.TimeoutExpired:
                 self.process.send_signal(signal.SIGINT)
         raise TimeoutError(self.output)

@@ -95,6 +95,12 @@ def test_urls_may_be_several_words_and_come_with_several_flags(given: str) -> No
     assert join_lists(given.split(), EngineConfig, RouterConfig) == joined
 
 
+def test_names_come_with_several_flags_and_the_word_behind_one_stays() -> None:
+    given = "generate --served-model-name a Hello --served-model-name b,c --port 1"
+    joined = "generate --served-model-name a,b,c Hello --port 1"
+    assert join_lists(given.split(), EngineConfig) == joined.split()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleOptions(Options):
     """An option with another name."""

@@ -17,7 +17,7 @@ from segue.api.control import (
     memory_reply,
 )
 from segue.api.loop_thread import AsyncStream, LoopThread, blocking_stream
-from segue.api.native import NativeReplies, parse_call
+from segue.api.native import NativeCall, NativeReplies, parse_call
 from segue.api.validation import parse, plain
 from segue.api.weights import with_weight_operations
 from segue.config import EngineConfig
@@ -95,7 +95,8 @@ class Engine:
         ``max_new_tokens``, ``temperature``, …, and ``return_logprob``, ``rid``, ``priority``, ….
 
         Returns:
-            The reply ``{"text", "output_ids", "meta_info"}``; a list of them for a batch; with ``stream`` an
+            The reply ``{"text", "output_ids", "meta_info"}``; a list of them for a batch, or for
+            ``n`` above 1 in ``sampling_params``; with ``stream`` an
             iterator of growing replies.
 
         Raises:
@@ -259,15 +260,19 @@ class Engine:
             raise EngineDeadError("this engine was shut down; make a new segue.Engine")
         return self._thread
 
+    def _call(self, body: dict[str, Any]) -> NativeCall:
+        model = self._runtime.served_model
+        return parse_call(body, model.max_prompts, defaults=model.sampling_defaults)
+
     async def _generate(self, body: dict[str, Any]) -> Any:
         """Generate on the engine's loop, and return the finished reply, or the replies of a batch."""
-        manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
+        manager, call = self._runtime.manager, self._call(body)
         with await manager.submit(call.requests, call.batch_id) as generation:
             return (await NativeReplies(manager, call, generation).result())[0]
 
     async def _updates(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Generate on the engine's loop, and yield the growing replies; closing it aborts the requests."""
-        manager, call = self._runtime.manager, parse_call(body, self.config.max_queued_requests)
+        manager, call = self._runtime.manager, self._call(body)
         with await manager.submit(call.requests, call.batch_id) as generation:
             async for update in NativeReplies(manager, call, generation).updates():
                 yield update

@@ -49,14 +49,17 @@ NAMES = {
 encode = json.Encoder().encode
 
 
+NO_DEFAULTS: Mapping[str, float] = {}
+
+
 class NativeSampling(SGLangFields, frozen=True, kw_only=True, rename=NAMES):
     """``sampling_params``; a field has the name of its option, and the API's in JSON."""
 
     max_tokens: int | None = 128  # null: the rest of the context
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    temperature: float | None = None  # 1, or the model's: --sampling-defaults
+    top_p: float | None = None  # the same
+    top_k: int | None = None  # off, or the model's
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -98,10 +101,13 @@ class NativeCall:
     text_in_logprobs: bool
 
 
-def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> NativeCall:
+def parse_call(
+    body: Any, max_prompts: int, reply_id: str | None = None, *, defaults: Mapping[str, float] = NO_DEFAULTS
+) -> NativeCall:
     """Check a body and split it into requests, one per choice, at most ``max_prompts``.
 
-    ``reply_id`` takes the place of random ids, where the client gave none.
+    ``reply_id`` takes the place of random ids, where the client gave none. ``defaults`` are sampling options
+    of requests that do not name them, where they are not those of :class:`SamplingOptions`.
 
     Raises:
         InvalidRequestError: a wrong or missing field.
@@ -114,7 +120,7 @@ def parse_call(body: Any, max_prompts: int, reply_id: str | None = None) -> Nati
     prompts, batched = prompts_of(value, param, RULES, max_prompts)
     given = given_rid(call.rid, call.request_id)
     rids, batch_id = _rids(given, len(prompts), batched, reply_id or uuid.uuid4().hex)
-    options, n = _all_options(call, len(prompts))
+    options, n = _all_options(call, len(prompts), defaults)
     for rid in rids:
         check_rid(rid)
     priority, salt = check_fields(call)
@@ -172,7 +178,9 @@ def _rids(
     return ([f"{base}_{index}" for index in range(count)], base) if batched else ([base], None)
 
 
-def _all_options(call: NativeGenerate, count: int) -> tuple[list[SamplingOptions], int]:
+def _all_options(
+    call: NativeGenerate, count: int, defaults: Mapping[str, float]
+) -> tuple[list[SamplingOptions], int]:
     """Return the options of each of ``count`` prompts, and the number of choices of each.
 
     They are those of one object for all, or of one object each, which have the same number of choices.
@@ -183,16 +191,16 @@ def _all_options(call: NativeGenerate, count: int) -> tuple[list[SamplingOptions
     """
     params = call.sampling_params
     if not isinstance(params, list):
-        options, n = _options(params or {}, call)
+        options, n = _options(params or {}, call, defaults)
         check_num_entries(num_entries(options), count * n)
         return [options] * count, n
     if len(params) != count:
         text = f"sampling_params has {len(params)} objects for {count} prompts; give one, or one each"
         raise InvalidRequestError(text, param="sampling_params")
-    defaults = _options({}, call)
+    of_all = _options({}, call, defaults)
     each_options, all_n, entries = [], set(), 0
     for each in params:
-        options, n = _options(each, call) if each else defaults
+        options, n = _options(each, call, defaults) if each else of_all
         entries += num_entries(options) * n
         check_num_entries(entries)
         each_options.append(options)
@@ -203,7 +211,9 @@ def _all_options(call: NativeGenerate, count: int) -> tuple[list[SamplingOptions
     return each_options, all_n.pop()
 
 
-def _options(params: dict[str, Any], call: NativeGenerate) -> tuple[SamplingOptions, int]:
+def _options(
+    params: dict[str, Any], call: NativeGenerate, defaults: Mapping[str, float]
+) -> tuple[SamplingOptions, int]:
     """Check one ``sampling_params`` object, and return its options, and its number of choices.
 
     The call, and not the object, says whether log-probabilities are returned. A ``max_new_tokens`` that does
@@ -214,6 +224,7 @@ def _options(params: dict[str, Any], call: NativeGenerate) -> tuple[SamplingOpti
         raise invalid_value("top_logprobs_num", call.top_logprobs_num, "must be at least 0")
     options = SamplingOptions.of(
         sampling,
+        defaults,
         logprobs=call.top_logprobs_num if call.return_logprob else -1,
         prompt_logprobs_start=max(-1, call.logprob_start_len) if call.return_logprob else -1,
         num_prompt_top=call.top_logprobs_num if call.return_logprob else 0,

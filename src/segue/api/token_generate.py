@@ -101,6 +101,7 @@ def parse_token_call(body: Any, model: ServedModel, reply_id: str | None = None)
     logprobs = -1 if sampling.logprobs is None else sampling.logprobs
     options = SamplingOptions.of(
         sampling,
+        model.sampling_defaults,
         logprobs=logprobs,
         must_fit=False,
         **structured_options(sampling.structured_outputs, _NAMES),

@@ -8,7 +8,7 @@ ignored.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -182,7 +182,9 @@ async def render(call: Wanted, model: ServedModel) -> list[dict[str, Any]]:
             "token_ids": _ids(ids),
             "prompt": request.prompt if isinstance(request.prompt, str) else None,
             "features": None,
-            "sampling_params": _sampling(request.options, params.max_new_tokens, call.n),
+            "sampling_params": _sampling(
+                request.options, model.sampling_defaults, params.max_new_tokens, call.n
+            ),
             "model": call.model,
             "stream": call.stream,
             "stream_options": {"include_usage": True} if call.usage_in_stream else None,
@@ -199,8 +201,13 @@ def _ids(ids: Sequence[int]) -> list[int]:
     return ids.tolist() if isinstance(ids, array) else list(ids)
 
 
-def _sampling(options: SamplingOptions, max_tokens: int, n: int) -> dict[str, Any]:
-    """Return sampling options by vLLM's names: the limit of tokens, and what differs from the defaults."""
+def _sampling(
+    options: SamplingOptions, defaults: Mapping[str, float], max_tokens: int, n: int
+) -> dict[str, Any]:
+    """Return sampling options by vLLM's names: the limit of tokens, and what differs from the defaults.
+
+    ``defaults`` are the server's own ones; these options are there in any case.
+    """
     found: dict[str, Any] = {"max_tokens": max_tokens} | ({"n": n} if n > 1 else {})
     default = SamplingOptions()
     for name in (
@@ -208,7 +215,7 @@ def _sampling(options: SamplingOptions, max_tokens: int, n: int) -> dict[str, An
         *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos"),
         *("allowed_token_ids", "bad_words", "skip_special_tokens", "logprobs"),
     ):
-        if (value := getattr(options, name)) != getattr(default, name):
+        if (value := getattr(options, name)) != getattr(default, name) or name in defaults:
             found[name] = value
     if options.prompt_logprobs_start >= 0:
         found["prompt_logprobs"] = options.num_prompt_top

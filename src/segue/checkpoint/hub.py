@@ -24,22 +24,29 @@ def is_repository_id(model: str) -> bool:
     return bool(_REPOSITORY.fullmatch(model)) and not model.startswith(".")
 
 
-def fetch(model: str, *, weights: bool) -> Path:
+def fetch(model: str, *, weights: bool, revision: str | None = None) -> Path:
     """Return the local directory with the files of `model`, after fetching those that are missing.
 
-    `weights`: whether to fetch the weights too.
+    `weights`: whether to fetch the weights too. `revision`: a branch, tag or commit; None: the main branch.
 
     Raises:
-        ModelFileError: there is no such model, or the hub cannot be reached and the model was never fetched.
+        ModelFileError: there is no such model or revision, or the hub cannot be reached and the model was
+            never fetched.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RevisionNotFoundError
 
     patterns = [*_METADATA, *(_WEIGHTS if weights else [])]
     if current.get().is_cancelled is not None:  # a weight update, which can be discarded meanwhile
+        assert revision is None, "weight updates name none"
         return _fetch_in_child(model, patterns)
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except RevisionNotFoundError as error:
+        raise ModelFileError(
+            f"revision={revision!r}: model {model!r} on the Hugging Face hub has no such branch, tag or "
+            "commit; look at its files there, or leave --revision out"
+        ) from error
     except HfHubHTTPError as error:
         raise ModelFileError(
             f"model {model!r} is neither a local file or directory nor available on the Hugging Face hub "

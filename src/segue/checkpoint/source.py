@@ -45,21 +45,27 @@ class ModelSource:
         return ""
 
 
-def resolve(model: str | None, load_format: LoadFormat, cache_dir: Path | str) -> ModelSource:
+def resolve(
+    model: str | None, load_format: LoadFormat, cache_dir: Path | str, *, revision: str | None = None
+) -> ModelSource:
     """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled model.
+
+    `revision` is a branch, tag or commit of a hub id; None: its main branch.
 
     Files that the cache lacks are fetched and converted, except for the weights of a GGUF file.
 
     Raises:
-        ModelFileError: the model does not exist, a file is missing or corrupt, or does not fit `load_format`.
+        ModelFileError: the model or its revision does not exist, a file is missing or corrupt, or does not
+            fit `load_format`.
         UnsupportedModelError: the architecture is not supported; the text lists the supported ones.
         CacheDirectoryError: a file has to be written to `cache_dir`, and `cache_dir` is not writable.
     """
     cache_dir = Path(cache_dir)
     if model is None:
+        _check_has_revisions(revision, "the bundled model")
         name, path = bundled.NAME, bundled.ensure_bundled_model(cache_dir)
     else:
-        name, path = _locate(model, load_format)
+        name, path = _locate(model, load_format, revision)
     gguf = _gguf_file(path, load_format)
     if gguf is None and load_format == "gguf":
         raise ModelFileError(
@@ -125,7 +131,34 @@ def resolve_weights(
     )
 
 
-def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
+def tokenizer_files(tokenizer: str) -> Path:
+    """Return the directory of a tokenizer: `tokenizer` itself, or that of a hub id's small files.
+
+    Raises:
+        ModelFileError: there is none, or it has no tokenizer.
+    """
+    path = Path(os.path.expanduser(tokenizer))
+    if path.is_dir():
+        path = path.resolve()
+    elif not path.exists() and hub.is_repository_id(tokenizer):
+        path = hub.fetch(tokenizer, weights=False)
+    else:
+        raise ModelFileError(f"tokenizer={tokenizer!r}: give a directory, or a hub id (owner/name)")
+    if not any((path / file).exists() for file in TOKENIZER_FILES):
+        names = ", ".join(TOKENIZER_FILES)
+        raise ModelFileError(f"tokenizer={tokenizer!r}: the directory has none of {names}; give another one")
+    return path
+
+
+def _check_has_revisions(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise ModelFileError(
+            f"revision={revision!r}: {what} is on this machine, and only models of the hub have revisions; "
+            "leave --revision out"
+        )
+
+
+def _locate(model: str, load_format: LoadFormat, revision: str | None) -> tuple[str, Path]:
     """Return the short name of `model`, and its directory or GGUF file."""
     model_files.check_path(model)
     path, shown = Path(os.path.expanduser(model)), model_files.short_path(model)
@@ -136,10 +169,11 @@ def _locate(model: str, load_format: LoadFormat) -> tuple[str, Path]:
     except OSError as error:
         raise ModelFileError(f"cannot open model {shown}: {error.strerror}") from error
     if is_local:
+        _check_has_revisions(revision, f"model {shown}")
         return path.resolve().name.removesuffix(".gguf"), path.resolve()
     is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
     if is_hub_id and model_files.current.get().hub:
-        return model, hub.fetch(model, weights=load_format != "dummy")
+        return model, hub.fetch(model, weights=load_format != "dummy", revision=revision)
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
     if not is_allowed:  # the same text whether the path exists or not
         raise ModelFileError(f"model {shown} is not within the directories of --weights-root{how}")

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 from rich.markup import escape
 
-from segue.options import OptionSet, parse_sizes, parse_urls, spelling, variable
+from segue.options import OptionSet, parse_names, parse_sizes, parse_urls, spelling, variable
 
 # For each check of an option that is a list: whether a word of the command line is one of its entries.
 _IS_ENTRY: dict[Callable[[str, str], object], Callable[[str], bool]] = {
     parse_sizes: str.isdecimal,
     parse_urls: lambda word: "://" in word,
+    parse_names: lambda word: True,
 }
 
 
@@ -75,7 +76,8 @@ def join_lists(words: Sequence[str], *options_classes: type[OptionSet]) -> list[
     """Return a command line in which the entries behind a flag that takes a list are one word.
 
     Typer gives a flag one word. SGLang takes ``--sizes 1 2 4``, which becomes ``--sizes 1,2,4``. URLs may
-    also come each with a flag of its own: ``--worker A --worker B`` becomes ``--worker A,B``.
+    also come each with a flag of its own: ``--worker A --worker B`` becomes ``--worker A,B``. Names come so
+    only, as the word behind a name may be something else.
     """
     checks = {
         spelling(option.name): option.metadata["check"]
@@ -88,8 +90,8 @@ def join_lists(words: Sequence[str], *options_classes: type[OptionSet]) -> list[
     flag = ""  # the flag whose list the next word may be an entry of
     for word in words:
         check = checks.get(flag)
-        if check is not None and _IS_ENTRY[check](word):
-            if flag in lists and (check is parse_urls or joined[lists[flag] :] == joined[-1:]):
+        if check is not None and _IS_ENTRY[check](word) and (check is not parse_names or joined[-1] == flag):
+            if flag in lists and (check is not parse_sizes or joined[lists[flag] :] == joined[-1:]):
                 joined[lists[flag]] += f",{word}"
                 if joined[-1] == flag:
                     joined.pop()

@@ -50,7 +50,7 @@ def check_sampling(params: Mapping[str, Any]) -> None:
             )
     body = parse(SamplingBody, params, rules=RULES)
     limits = RequestLimits(max_seq_len=_ANY_SIZE, vocab_size=_ANY_SIZE, eos_ids=())
-    SamplingOptions.of(body, keep_stop=body.include_stop_str_in_output).check(limits)
+    SamplingOptions.of(body, {}, keep_stop=body.include_stop_str_in_output).check(limits)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -104,7 +104,8 @@ def find_model(config: EngineConfig) -> tuple[ModelSource, str]:
         )
         return source, "the bundled model, because --model is left out"
     is_local = Path(config.model).expanduser().exists()
-    return resolve(config.model, config.load_format if is_local else "dummy", config.cache_dir), (
+    load_format = config.load_format if is_local else "dummy"
+    return resolve(config.model, load_format, config.cache_dir, revision=config.revision), (
         "--model names it" if is_local else "--model names it; weights of the hub are fetched at the start"
     )
 

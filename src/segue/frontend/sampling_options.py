@@ -46,8 +46,8 @@ class SamplingOptions:
     ``Meta`` says what a value may be, where that does not depend on the model; without ``le``, any finite
     number that is large enough. :meth:`check` checks it, so that the whole rule is in the error.
 
-    Only the EOS ids of a model's ``generation_config.json`` are used. The temperature and top-p that it
-    recommends are not applied.
+    Of a model's ``generation_config.json``, the EOS ids are used, and with ``--sampling-defaults model`` also
+    the temperature, top-p and top-k that it recommends.
     """
 
     # None: the rest of the context; 0: the prompt is computed, and no token comes of it
@@ -79,15 +79,15 @@ class SamplingOptions:
     names: Mapping[str, str] = field(default_factory=dict)  # of these fields in the API in use, for errors
 
     @classmethod
-    def of(cls, body: object, **others: Any) -> SamplingOptions:
+    def of(cls, body: object, defaults: Mapping[str, float], **others: Any) -> SamplingOptions:
         """Return the options that a client's body has as fields; None, or no field, is the default.
 
-        ``others`` replace what the body has.
+        ``defaults`` take the place of those of this class. ``others`` replace what the body has.
         """
         given = {name: getattr(body, name, None) for name in cls.__dataclass_fields__} | others
         if isinstance(given["stop"], str):
             given["stop"] = (given["stop"],)
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
     def shared_params(self, limits: RequestLimits, bad_words: Words = ()) -> SamplingParams:
         """Check the options, and return the parameters that any number of prompts share.

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as Backend
 
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
@@ -99,6 +99,17 @@ class Tokenizer:
                 "implementation; save it as a tokenizer.json"
             )
         return cls(tokenizer, eos_token_ids(config, generation))
+
+    def use_template(self, template: str) -> None:
+        """Render conversations with another template; raises ValueError if its syntax is wrong."""
+        self._chat.chat_template = template
+        try:
+            self._chat.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.message}") from error
+        except Exception:
+            pass
+        self.has_chat_template = True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Use `add_special_tokens` for plain prompts, not for rendered chats.
@@ -346,6 +357,8 @@ class ServedModel:
     max_prompts: int  # of one call
     encoder: PromptEncoder
     chat: ChatForm = NO_FORM
+    # Of requests that do not name these options, where they are not those of `SamplingOptions`.
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def chat_form(

@@ -84,6 +84,8 @@ def tokenizer_path_of(runtime: Runtime) -> str | None:
     source, model = runtime.source, runtime.config.model
     if source.tokenizer_directory is None:
         return None
+    if runtime.config.tokenizer is not None:
+        return runtime.config.tokenizer
     return model if model is not None and source.gguf is None else str(source.tokenizer_directory)
 
 

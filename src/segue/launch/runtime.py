@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from segue.bootstrap_hosts import BootstrapHosts
-from segue.checkpoint.source import ModelSource, resolve
+from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.errors import (
     ConfigError,
@@ -28,10 +28,11 @@ from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
 from segue.frontend.control_log import EngineLog
 from segue.frontend.life import WorkerHealth
-from segue.frontend.tokenizer import ServedModel, Tokenizer, chat_form
+from segue.frontend.tokenizer import ServedModel, chat_form
 from segue.frontend.tokenizer_manager import TokenizerManager
 from segue.launch.channel import Channel
 from segue.launch.in_thread import in_thread
+from segue.launch.model_setup import find_model, load_tokenizer, names_of, sampling_defaults
 from segue.launch.processes import WORKER_COMMAND, EmbeddedScheduler, WorkerProcesses, touched_bytes
 from segue.launch.rank_calls import RankCalls
 from segue.launch.run_dir import RunDir
@@ -100,7 +101,8 @@ class Runtime:
         loop = asyncio.get_running_loop()
         self.config = config
         self.source = source
-        self.name = config.served_model_name or source.name  # of the model, as clients use it
+        self.names = names_of(config, source)  # of the model, as clients see them
+        self.name = self.names[0]  # which replies have
         self.life = life or Life()
         self.log = EngineLog()  # of what is done to the engine, and of its states
         self.started_at = int(time.time())  # seconds since the epoch
@@ -149,15 +151,14 @@ class Runtime:
             EngineStartError: a worker ended before it was ready.
         """
         check_options(config, embedded=embedded)
-        source = await in_thread(lambda: resolve(config.model, config.load_format, config.cache_dir))
+        source = await in_thread(partial(find_model, config))
         check_tp_size(source.config, config.tp)
         runtime = cls(config, source, embedded=embedded, command=command, life=life)
         try:
             runtime._workers.start(runtime._on_exit)
             if config.live_during_init == "progress":
                 runtime._watch(runtime._note_loading())
-            files = source.tokenizer_directory
-            tokenizer = None if files is None else await in_thread(partial(Tokenizer.load, files))
+            tokenizer = await in_thread(partial(load_tokenizer, config, source))
             ready = await runtime._ready
             runtime._manager = TokenizerManager(
                 tokenizer,
@@ -175,10 +176,11 @@ class Runtime:
             for message in runtime._early:
                 runtime._manager.receive(message)
             runtime.served_model = ServedModel(
-                names=[runtime.name] if config.model is None else [runtime.name, config.model],
+                names=[*runtime.names, *([] if config.model is None else [config.model])],
                 max_prompts=config.max_queued_requests,
                 encoder=runtime._manager.encoder,
                 chat=chat_form(tokenizer, config.tool_call_parser, config.reasoning_parser),
+                sampling_defaults=sampling_defaults(config, source, runtime._manager.encoder.limits),
             )
             if runtime.life.error is not None:  # a worker has ended since it was ready
                 raise EngineStartError(runtime.life.error.message)

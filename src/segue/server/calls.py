@@ -165,9 +165,12 @@ class TokenReply:
 
 
 async def _native(runtime: Runtime, data: bytes, reply_id: str | None) -> NativeCall:
-    most = runtime.config.max_queued_requests
+    model = runtime.served_model
     return await decode_json(
-        runtime, data, lambda body: parse_call(body, most, reply_id), large_body.generate
+        runtime,
+        data,
+        lambda body: parse_call(body, model.max_prompts, reply_id, defaults=model.sampling_defaults),
+        large_body.generate,
     )
 
 

@@ -110,22 +110,24 @@ async def generate(request: Request) -> ASGIApp:
 
 @openai.get("/v1/models", schema=reply_schema(ModelList))
 async def models(request: Request) -> Response:
-    """The one model served."""
-    return json_response({"object": "list", "data": [_model_card(request)]})
+    """The one model served, under each of its names."""
+    cards = [_model_card(request, name) for name in runtime_of(request).names]
+    return json_response({"object": "list", "data": cards})
 
 
 @openai.get("/v1/models/{name:path}", schema=reply_schema(ModelCard))
 async def model(request: Request) -> Response:
     """The model by name."""
-    check_model(request.path_params["name"], runtime_of(request).served_model)
-    return json_response(_model_card(request))
+    runtime, name = runtime_of(request), request.path_params["name"]
+    check_model(name, runtime.served_model)
+    return json_response(_model_card(request, name if name in runtime.names else runtime.name))
 
 
-def _model_card(request: Request) -> dict[str, Any]:
-    """Returns the served model's entry in OpenAI's list; ``max_model_len`` is vLLM's addition."""
+def _model_card(request: Request, name: str) -> dict[str, Any]:
+    """Returns the entry in OpenAI's list of a name of the model; ``max_model_len`` is vLLM's addition."""
     runtime = runtime_of(request)
     return {
-        "id": runtime.name,
+        "id": name,
         "object": "model",
         "created": runtime.started_at,
         "owned_by": "segue" if runtime.config.compat == "none" else runtime.config.compat,

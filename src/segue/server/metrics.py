@@ -65,7 +65,7 @@ class LifeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        name = self._config.served_model_name or self._config.model or ""
+        name = next(iter(self._config.served_model_names), self._config.model or "")
         gauge = partial(_metric, GaugeMetricFamily, name)
         counter = partial(_metric, CounterMetricFamily, name)
         yield from named(_life_metrics(self._life, 0, gauge, counter), _names(self._config))

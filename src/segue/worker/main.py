@@ -159,7 +159,7 @@ def start_runner(
         )
 
     try:
-        source = resolve(config.model, config.load_format, config.cache_dir)
+        source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
         return ModelRunner(config, source, tp, run_dir, report), steps
     except Exception as error:
         if not isinstance(error, SegueError):

@@ -207,7 +207,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     else:
         prompt = given
     options = _options(
-        body, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
+        body, model, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
     )
     thinking = chat_fields.is_thinking(model, prompt, continued)
     form = chat_fields.reply_form(body, model.chat, thinking=thinking, is_guided=options.grammar is not None)
@@ -256,7 +256,7 @@ def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str |
     priority, salt = check_fields(body)
     wishes = shown(body, stream=bool(body.stream), echo=bool(body.echo))
     of_prompt = prompt_options(wishes, -1 if body.logprobs is None else body.logprobs)
-    options = _options(body, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
+    options = _options(body, model, names={"num_prompt_top": "prompt_logprobs"}, **of_prompt)
     prompts, _ = prompts_of(body.prompt, "prompt", RULES, model.max_prompts)
     check_num_entries(num_entries(options), len(prompts) * num_choices(body.n, body.best_of))
     rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
@@ -287,7 +287,7 @@ def _checked(body: SamplingBody, model: ServedModel, reply_id: str) -> str:
     return given_rid(body.rid, body.request_id) or reply_id
 
 
-def _options(body: SamplingBody, **others: Any) -> SamplingOptions:
+def _options(body: SamplingBody, model: ServedModel, **others: Any) -> SamplingOptions:
     """Return the sampling options of a body; ``others`` replace what it has."""
     if body.seed is not None and body.sampling_seed is not None and body.seed != body.sampling_seed:
         both = f"seed={short_repr(body.seed)} and sampling_seed={short_repr(body.sampling_seed)}"
@@ -295,6 +295,7 @@ def _options(body: SamplingBody, **others: Any) -> SamplingOptions:
     names = others.pop("names")
     return SamplingOptions.of(
         body,
+        model.sampling_defaults,
         seed=body.sampling_seed if body.seed is None else body.seed,
         keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         **guided_options(body, names),
