@@ -66,13 +66,23 @@ class _Tokens:
         return self.tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode())
 
 
+def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """Return the vocabulary with what llguidance derives from it; it takes part of a second."""
+    tokens = _Tokens(vocabulary)
+    tokens.tokenizer = LLTokenizer(
+        tokens,  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
+        n_vocab=len(vocabulary.tokens),
+        eos_token=vocabulary.eos_ids,
+    )
+    return tokens.tokenizer
+
+
 class Matchers:
     """The guides of the request slots. A slot without a grammar has none, and costs nothing."""
 
     def __init__(self, vocab_size: int, num_threads: int | None = 1) -> None:
         """Take the number of tokens, and how many threads compute the masks of a step; None: most cores."""
         self._num_words = (vocab_size + 31) // 32
-        self._vocab_size = vocab_size
         self._num_threads = num_threads
         self._guides: dict[int, Guide] = {}
         self._thread: ThreadPoolExecutor | None = None  # None: nothing was ever guided
@@ -148,12 +158,7 @@ class Matchers:
     def _make_tokenizer(self, vocabulary: Vocabulary) -> None:
         """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
         started = time.monotonic()
-        tokens = _Tokens(vocabulary)
-        self._tokenizer = tokens.tokenizer = LLTokenizer(
-            tokens,  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
-            n_vocab=self._vocab_size,
-            eos_token=vocabulary.eos_ids,
-        )
+        self._tokenizer = make_tokenizer(vocabulary)
         self._executor = LLExecutor(self._num_threads)
         for token in vocabulary.eos_ids:
             self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
