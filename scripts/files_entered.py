@@ -29,7 +29,8 @@ from segue.trainer import WeightSender
 PORT = 31_977
 URL = f"http://127.0.0.1:{PORT}"
 TEXT = "Zebras quietly juxtapose seven bright lamps"
-BEFORE = ("__main__.py", "cli/", "worker/main.py", "server/connection", "server/access.py", "http_guard.py")
+BEFORE = ("__main__.py", "cli/", "worker/entry.py", "worker/main.py")
+BEFORE += ("server/connection", "server/access.py", "http_guard.py")
 PROFILER = r"""
 import array, os, sys, threading, time
 

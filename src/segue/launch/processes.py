@@ -23,7 +23,7 @@ from segue.launch.run_dir import RunDir
 from segue.logs import logger
 
 # -P: files in the user's directory must not shadow modules of the standard library.
-WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.main")
+WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "segue.worker.entry")
 POLL_S = 0.005
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KILL_S = 5.0  # for a killed process to end

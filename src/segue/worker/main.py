@@ -1,6 +1,6 @@
 """The worker process of one tensor-parallel rank, and rank 0's engine, which may also run embedded.
 
-It is started as ``python -m segue.worker.main`` with one line of JSON on standard input. The input then stays
+:mod:`segue.worker.entry` starts it with one line of JSON on standard input. The input then stays
 open as a lifeline: when it closes, the worker ends. If the frontend has ended, the kernel kills the worker.
 """
 
@@ -271,7 +271,7 @@ def _watch_lifeline() -> None:
 
 
 def main() -> None:
-    """The entry point of a worker process."""
+    """What a worker process does; returns once it has been told to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
     end_with_parent()
     spec = json.loads(sys.stdin.buffer.readline())
@@ -294,7 +294,3 @@ def main() -> None:
             raise
         os._exit(0)  # the frontend has given up, and has removed the files
     context.term()
-
-
-if __name__ == "__main__":
-    main()
