@@ -203,10 +203,10 @@ def test_the_files_need_no_key_and_are_sent_once(starting: LiveServer) -> None:
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert b"http://" not in whole.content.replace(b"http://www.w3.org/2000/svg", b"")
         assert b"https://" not in whole.content, "nothing is loaded from elsewhere"
-    assert starting.client.get("/page/events").status_code == 401
+    assert starting.client.get("/page_events").status_code == 401
 
 
 def test_it_can_be_switched_off(tiny_model: Path) -> None:
     with LiveServer(tiny_model, started=False, disable_webpage=True) as server:
-        for path in ("/", "/page/main.js", "/page/events"):
+        for path in ("/", "/page/main.js", "/page_events"):
             assert server.client.get(path).status_code == 404

@@ -57,7 +57,7 @@ export class Feed {
     const attempt = (this.attempt = new AbortController());
     let silence = setTimeout(() => attempt.abort(), SILENT_S * 1000);
     try {
-      const response = await ask("page/events", { signal: attempt.signal });
+      const response = await ask("page_events", { signal: attempt.signal });
       let isOpen = false;
       for await (const data of events(response)) {
         clearTimeout(silence);
