@@ -56,7 +56,7 @@ const feed = new Feed({
   refused(error) {
     known.needsKey = error.message;
     draw();
-    if (error.status === 401) askForKey(key.get() ? "This key does not open the charts. Another one may; the chat may take this one." : "");
+    if (error.status === 401 && !isDismissed) askForKey(key.get() ? "This key does not open the charts. Another one may; the chat may take this one." : "");
   },
   lost() {
     if (known.lostAt === null) {
@@ -152,6 +152,7 @@ function logItem(entry) {
 // --- the key ---
 
 const dialog = byId("key-dialog");
+let [isDismissed, isSaved] = [false, false]; // whether the dialog was left without a key
 const usualReason = byId("key-reason").textContent;
 
 function askForKey(why) {
@@ -162,7 +163,9 @@ function askForKey(why) {
 
 byId("key-button").addEventListener("click", () => askForKey(""));
 byId("key-cancel").addEventListener("click", () => dialog.close());
+dialog.addEventListener("close", () => ([isDismissed, isSaved] = [!isSaved, false]));
 byId("key-form").addEventListener("submit", () => {
+  isSaved = true;
   key.set(byId("key").value.trim());
   feed.retry();
   chat.learnModels();
