@@ -20,7 +20,7 @@ named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench clients gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench screenshot clients gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -111,6 +111,9 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 	$(BIN)/python -m bench.host_per_token
+
+screenshot: model ## the README's picture of the web page, docs/images/page.png; needs Chromium
+	$(BIN)/python -m scripts.screenshot
 
 gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
 	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'

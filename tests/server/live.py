@@ -33,6 +33,7 @@ class LiveServer:
         model: Path,
         *,
         started: bool = True,
+        port: int = 0,
         real: bool = False,
         limits: ConnectionLimits | None = None,
         certificate: Path | None = None,
@@ -43,7 +44,7 @@ class LiveServer:
         Its client trusts the ``certificate``.
         """
         self.config = EngineConfig.create(
-            model=str(model), load_format="dummy", port=0, log_level="error", **options
+            model=str(model), load_format="dummy", port=port, log_level="error", **options
         )
         self._thread = LoopThread("test-server")
         self.app = create_app(self.config)

@@ -25,13 +25,12 @@ from segue.router.router import Router, router_of
 from segue.router.status import RouterCollector, laps_status
 from segue.router.watch import ROUTER_HEADER
 from segue.router.webpage import RouterFeedSource
-from segue.server import webpage_feed
+from segue.server import webpage, webpage_feed
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
 from segue.server.responses import RouteError, error_response, json_response
-from segue.server.webpage import file_routes
 from segue.server.webpage_feed import Feed
 from segue.version import __version__
 
@@ -54,7 +53,7 @@ def create_router_app(config: RouterConfig) -> Starlette:
         metrics,
         engine_metrics.routes,
         about,
-        *(() if config.disable_webpage else (file_routes(), webpage_feed.routes)),
+        *(() if config.disable_webpage else (webpage.routes, webpage_feed.routes)),
     )
     app = guarded_app(config, chain.from_iterable(groups), config.root_path)
     app.state.token_check = None  # of /health_generate

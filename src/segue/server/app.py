@@ -20,12 +20,12 @@ from segue.server import (
     metrics,
     tokenization_routes,
     vllm_routes,
+    webpage,
     webpage_feed,
 )
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.responses import json_response
-from segue.server.webpage import file_routes
 from segue.server.webpage_engine import EngineFeedSource
 from segue.server.webpage_feed import Feed
 from segue.version import __version__
@@ -55,7 +55,7 @@ def create_app(config: EngineConfig) -> Starlette:
     )
     found: list[BaseRoute] = [*(route for module in modules for route in module.routes), *routes]
     if not config.disable_webpage:
-        found += [*file_routes(), *webpage_feed.routes]
+        found += [*webpage.routes, *webpage_feed.routes]
     app = guarded_app(config, found, config.root_path)
     app.state.runtime = app.state.step_check = None
     app.state.feed = Feed(EngineFeedSource(app.state))

@@ -11,18 +11,18 @@ import hashlib
 import html
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.server.access import Access, Endpoint, Routes
+from segue.server.access import Access, Routes
+from segue.server.responses import RouteError
 
 FOLDER = "webpage_files"
 INDEX = "index.html"
-PREFIX = "/page/"  # of the paths of all files but the page itself
-ROOT = b"{{root}}"  # in the page: stands for what comes before `PREFIX` and before nothing else
+ROOT = b"{{root}}"  # in the page: stands for what comes before the paths of its files
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "cache-control": "no-cache",  # which means: ask whether it has changed
@@ -59,32 +59,39 @@ def _sorted(folder: resources.abc.Traversable) -> Iterator[resources.abc.Travers
     yield from sorted((each for each in folder.iterdir() if each.is_file()), key=lambda each: each.name)
 
 
-def file_routes() -> Routes:
-    """Returns the routes of the files, for GET and HEAD."""
-    routes = Routes(Access.OPEN, "About")
-    for name, file in files().items():
-        path = "/" if name == INDEX else PREFIX + name
-        for method in ("GET", "HEAD"):
-            routes.add(method, path, _endpoint(file), hidden=True)
-    return routes
+routes = Routes(Access.OPEN, "About")
 
 
-def _endpoint(file: PageFile) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        root_path: str = request.app.state.root_path
-        # Without a root path the links are relative, for a proxy whose path nobody has told to this server.
-        root = html.escape(root_path + "/" if root_path else "").encode()
-        data = file.data.replace(ROOT, root) if file.name == INDEX else file.data
-        etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-        headers = HEADERS | {"etag": etag}
-        if etag in {each.strip().removeprefix("W/") for each in _known(request)}:
-            return Response(status_code=304, headers=headers)
-        headers["content-length"] = str(len(data))
-        content = b"" if request.method == "HEAD" else data
-        return Response(content, headers=headers, media_type=file.media_type)
+@routes.get("/", hidden=True)
+@partial(routes.add, "HEAD", "/", hidden=True)
+async def index(request: Request) -> Response:
+    """The page itself."""
+    return _sent(request, files()[INDEX])
 
-    endpoint.__doc__ = f"A file of the web page: {file.name}."
-    return endpoint
+
+@routes.get("/page/{file}", hidden=True)
+@partial(routes.add, "HEAD", "/page/{file}", hidden=True)
+async def file(request: Request) -> Response:
+    """A file that the page needs."""
+    found = files().get(request.path_params["file"])
+    if found is None or found.name == INDEX:
+        raise RouteError(404, request)
+    return _sent(request, found)
+
+
+def _sent(request: Request, file: PageFile) -> Response:
+    """Returns a file, or 304 if the client has it."""
+    root_path: str = request.app.state.root_path
+    # Without a root path the links are relative, for a proxy whose path nobody has told to this server.
+    root = html.escape(root_path + "/" if root_path else "").encode()
+    data = file.data.replace(ROOT, root) if file.name == INDEX else file.data
+    etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    headers = HEADERS | {"etag": etag}
+    if etag in {each.strip().removeprefix("W/") for each in _known(request)}:
+        return Response(status_code=304, headers=headers)
+    headers["content-length"] = str(len(data))
+    content = b"" if request.method == "HEAD" else data
+    return Response(content, headers=headers, media_type=file.media_type)
 
 
 def _known(request: Request) -> list[str]:

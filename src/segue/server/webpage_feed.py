@@ -25,7 +25,7 @@ SAMPLE_S = 1.0  # between two samples
 MOST_SAMPLES = 300  # that are kept for those who look later
 MOST_WAITING = 100  # messages for one client, who is dropped if more would wait
 
-EVENTS = "/page/events"
+EVENTS = "/page_events"
 
 routes = Routes(Access.ADMIN, "Information")
 

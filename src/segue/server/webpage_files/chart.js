@@ -24,9 +24,17 @@ function ceiling(value) {
   return [1, 2, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
+/** Makes the mean of a figure over the last seconds, where single samples say little. */
+export const meanOf = (name, span) => (sample, index, samples) => {
+  let [sum, count] = [0, 0];
+  for (let i = index; i >= 0 && sample.at - samples[i].at < span; i -= 1, count += 1) sum += samples[i][name];
+  return sum / count;
+};
+
 export class Chart {
   /**
-   * `series`: [{name, of(sample) -> number or null, show(value) -> text, isLine}]; `least`: the smallest top of the scale.
+   * `series`: [{name, of(sample, index, samples) -> number or null, show(value) -> text, isLine, isDots}], of which those
+   * whose `isLine` is false are told in the caption alone. `least` and `most`: bounds of the top of the scale.
    */
   constructor({ title, series, least, most = Infinity, axis }) {
     this.title = title;
@@ -57,7 +65,11 @@ export class Chart {
 
   /** Shows these samples, oldest first, and marks: times with a text. */
   show(samples, marks) {
-    this.samples = samples;
+    this.samples = samples.map((sample, index) => ({
+      at: sample.at,
+      paused: sample.paused,
+      values: new Map(this.series.map((each) => [each, each.of(sample, index, samples) ?? null])),
+    }));
     this.marks = marks;
     this.draw();
   }
@@ -102,8 +114,8 @@ export class Chart {
   /** The value of a series there, or its last one: a second without a first token has no time to it. */
   valueAt(series, index) {
     for (let i = index; i >= 0 && this.samples[index].at - this.samples[i].at < RECENT_S; i -= 1) {
-      const value = series.of(this.samples[i]);
-      if (value !== null && value !== undefined) return value;
+      const value = this.samples[i].values.get(series);
+      if (value !== null) return value;
     }
     return null;
   }
@@ -120,7 +132,7 @@ export class Chart {
     setText(this.when, this.chosen === null ? "" : `${ago} s ago`);
     const from = this.end - SPAN_S;
     const seen = this.samples.filter((sample) => sample.at >= from);
-    const found = this.lines.flatMap((each) => seen.map(each.of)).filter((value) => value !== null && value !== undefined);
+    const found = this.lines.flatMap((each) => seen.map((sample) => sample.values.get(each)));
     const top = Math.min(this.most, ceiling(Math.max(this.least, ...found)));
     const y = (value) => TOP + (1 - Math.min(value, top) / top) * (HEIGHT - TOP - BOTTOM);
     this.drawing.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
@@ -152,15 +164,17 @@ export class Chart {
     const runs = [[]];
     let last = null;
     for (const sample of seen) {
-      const value = series.of(sample);
-      if (value === null || value === undefined) continue;
+      const value = sample.values.get(series);
+      if (value === null) continue;
       if (last !== null && sample.at - last > GAP_S) runs.push([]);
       last = sample.at;
       runs[runs.length - 1].push([this.x(sample.at).toFixed(1), y(value).toFixed(1)]);
     }
+    const dot = ([x, y]) => svg("circle", { class: `dot s${number}`, cx: x, cy: y, r: 2 });
+    if (series.isDots) return runs.flat().map(dot);
     return runs.filter((run) => run.length).flatMap((run) => {
       const line = run.map((point) => point.join(",")).join("L");
-      if (run.length === 1) return [svg("circle", { class: `dot s${number}`, cx: run[0][0], cy: run[0][1], r: 2 })];
+      if (run.length === 1) return [dot(run[0])];
       const area = `M${run[0][0]},${y(0)}L${line}L${run[run.length - 1][0]},${y(0)}Z`;
       const made = [svg("path", { class: `line s${number}`, d: `M${line}` })];
       return number === 0 ? [svg("path", { class: "area s0", d: area }), ...made] : made;
@@ -175,7 +189,7 @@ export class Chart {
   cross(index, y) {
     if (this.chosen === null || index < 0) return [];
     const x = this.x(this.samples[index].at);
-    const dots = this.lines.map((each, i) => [each.of(this.samples[index]), i]).filter(([value]) => value !== null && value !== undefined);
+    const dots = this.lines.map((each, i) => [this.samples[index].values.get(each), i]).filter(([value]) => value !== null);
     return [
       svg("line", { class: "cross", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }),
       ...dots.map(([value, i]) => svg("circle", { class: `dot s${i}`, cx: x, cy: y(value), r: 3.5 })),
@@ -188,7 +202,7 @@ export class Chart {
     this.spokenAt = Date.now();
     const index = this.nearest();
     const said = this.series.map((each) => {
-      const found = this.samples.map(each.of).filter((value) => value !== null && value !== undefined);
+      const found = this.samples.map((sample) => sample.values.get(each)).filter((value) => value !== null);
       const value = index < 0 ? null : this.valueAt(each, index);
       if (!found.length || value === null) return `${each.name}: nothing yet`;
       return `${each.name} ${each.show(value)}, at most ${each.show(Math.max(...found))}`;

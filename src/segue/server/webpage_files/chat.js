@@ -35,6 +35,16 @@ function options() {
   return found;
 }
 
+/** Names the fields that were filled in behind the options' heading, which hides them. */
+function nameOptions() {
+  const fields = [...byId("chat").querySelectorAll(".options :is(input, textarea)")].filter((field) => field.value !== "");
+  const names = fields.map((field) => {
+    const name = field.labels[0].textContent.trim().toLowerCase();
+    return field.type === "number" ? `${name} ${field.value}` : name;
+  });
+  setText(byId("options-set"), names.length ? ` · ${names.join(", ")}` : "");
+}
+
 /** One answer as it comes: what is shown of it, and what the next request says of it. */
 class Answer {
   constructor() {
@@ -126,6 +136,8 @@ export class Chat {
     });
     byId("chat").addEventListener("keydown", (event) => event.key === "Escape" && this.stop());
     byId("stop").addEventListener("click", () => this.stop());
+    byId("chat").querySelector(".options").addEventListener("input", nameOptions);
+    nameOptions();
     byId("clear").addEventListener("click", () => this.clear());
   }
 
@@ -159,19 +171,21 @@ export class Chat {
       fields = options();
     } catch (error) {
       if (!(error instanceof FieldError)) throw error;
-      byId("chat").querySelector("details").open = true;
+      byId("chat").querySelector(".options").open = true;
       this.show(el("p", { class: "error", role: "alert", text: error.message }));
       return;
     }
     this.messages.push(call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text });
     this.show(el("article", { class: "turn user" }, el("h3", { text: call ? `Result of ${call.function.name}` : "You" }), el("p", { class: "text", text })));
     byId("message").value = "";
+    byId("chat").querySelector(".options").open = false;
     if (!this.openCalls.length) await this.answer(fields);
     this.nameMessage();
   }
 
   async answer(fields) {
     const answer = new Answer();
+    const { messages } = this; // another list once the conversation is cleared
     this.running = new AbortController();
     this.setBusy(true);
     this.show(answer.element);
@@ -188,14 +202,14 @@ export class Chat {
       const model = byId("chat-model").value;
       const body = {
         ...(model ? { model } : {}),
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
+        messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
         stream: true,
         stream_options: { include_usage: true },
         ...fields,
       };
       const response = await ask("v1/chat/completions", { body, signal: this.running.signal });
       for await (const data of events(response)) {
-        if (data === "[DONE]") break;
+        if (data === "[DONE]") continue;
         answer.take(JSON.parse(data));
         drawing ||= requestAnimationFrame(draw);
       }
@@ -210,9 +224,16 @@ export class Chat {
       cancelAnimationFrame(drawing);
       this.running = null;
       this.setBusy(false);
-      if (answer.content || answer.calls.length) this.messages.push(answer.message);
-      else this.messages.pop(); // so that the next request is not two questions in a row
+      if (answer.content || answer.calls.length) messages.push(answer.message);
+      else if (messages === this.messages) this.takeBack();
     }
+  }
+
+  /** Gives a question that got no answer back, to be changed or sent again. */
+  takeBack() {
+    const { content } = this.messages.pop() ?? { content: "" };
+    const field = byId("message");
+    if (!field.value) field.value = content;
   }
 
   stop() {

@@ -26,12 +26,16 @@ export function setContent(element, key, make) {
   element.replaceChildren(...make());
 }
 
+/** A count with its noun. */
+export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const number = (value) => (Math.abs(value) >= 100 ? whole : plain).format(value);
 
 export function seconds(value) {
+  if (!value) return "0 s";
   if (value < 0.001) return `${number(value * 1e6)} µs`;
   if (value < 1) return `${number(value * 1e3)} ms`;
   if (value < 120) return `${number(value)} s`;

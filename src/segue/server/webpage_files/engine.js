@@ -1,5 +1,6 @@
 // What is shown of an engine: its charts, and cards about its life, its weights and its start.
 
+import { meanOf } from "./chart.js";
 import { bytes, el, moment, number, percent, seconds } from "./dom.js";
 
 export const engineCharts = [
@@ -17,8 +18,8 @@ export const engineCharts = [
     least: 10,
     axis: number,
     series: [
-      { name: "output", of: (sample) => sample.output_per_s, show: number },
-      { name: "prompt", of: (sample) => sample.prompt_per_s, show: number, isLine: false },
+      { name: "output", of: meanOf("output_per_s", 4.5), show: number },
+      { name: "prompt", of: meanOf("prompt_per_s", 4.5), show: number, isLine: false },
     ],
   },
   {
@@ -36,7 +37,7 @@ export const engineCharts = [
     least: 0.01,
     axis: seconds,
     series: [
-      { name: "first token", of: (sample) => sample.first_token_s, show: seconds },
+      { name: "first token", of: (sample) => sample.first_token_s, show: seconds, isDots: true },
       { name: "between tokens", of: (sample) => sample.between_tokens_s, show: seconds, isLine: false },
     ],
   },

@@ -14,6 +14,7 @@ export class Feed {
     this.wake = () => {};
     this.attempt = null; // the AbortController of the present connection
     this.isHidden = false;
+    this.isRetried = false; // the connection ends because another one is wanted
     let hiding = 0;
     document.addEventListener("visibilitychange", () => {
       clearTimeout(hiding);
@@ -32,6 +33,7 @@ export class Feed {
 
   /** Connects at once, for instance because there is another key. */
   retry() {
+    this.isRetried = true;
     this.attempt?.abort();
     this.wake();
   }
@@ -40,10 +42,12 @@ export class Feed {
     let wait = FIRST_WAIT_S;
     for (;;) {
       let needsKey = false;
+      this.isRetried = false;
       try {
         await this.follow(() => (wait = FIRST_WAIT_S));
         this.on.lost(null);
       } catch (error) {
+        if (this.isRetried) continue;
         needsKey = error instanceof Refusal && (error.status === 401 || error.status === 403);
         if (needsKey) this.on.refused(error);
         else if (!this.isHidden) this.on.lost(error);
@@ -57,7 +61,7 @@ export class Feed {
     const attempt = (this.attempt = new AbortController());
     let silence = setTimeout(() => attempt.abort(), SILENT_S * 1000);
     try {
-      const response = await ask("page/events", { signal: attempt.signal });
+      const response = await ask("page_events", { signal: attempt.signal });
       let isOpen = false;
       for await (const data of events(response)) {
         clearTimeout(silence);

@@ -11,7 +11,7 @@ import { key } from "./server.js";
 const MOST_SAMPLES = 320;
 const MOST_ENTRIES = 300;
 
-const known = { status: null, samples: [], log: [], workers: [], totals: null, lostAt: null, needsKey: "" };
+const known = { status: null, samples: [], log: [], workers: [], totals: null, lostAt: null, needsKey: "", modelsOf: "" };
 let charts = [];
 let chartsOf = "";
 
@@ -23,7 +23,6 @@ function take(message) {
     known.status = message.status;
     if (before && message.status.incarnation && before !== message.status.incarnation) {
       note("another process answers");
-      chat.learnModels();
     }
   }
   if (message.workers) [known.workers, known.totals] = [message.workers, message.totals];
@@ -52,13 +51,12 @@ const feed = new Feed({
     if (known.lostAt !== null) note(`the server answers again, after ${seconds((Date.now() - known.lostAt) / 1000)}`);
     known.lostAt = null;
     known.needsKey = "";
-    chat.learnModels();
   },
   message: take,
   refused(error) {
     known.needsKey = error.message;
     draw();
-    if (error.status === 401) askForKey(key.get() ? "This key does not open the charts. Another one may; the chat may take this one." : "");
+    if (error.status === 401 && !isDismissed) askForKey(key.get() ? "This key does not open the charts. Another one may; the chat may take this one." : "");
   },
   lost() {
     if (known.lostAt === null) {
@@ -79,6 +77,11 @@ function draw() {
   if (!status) return;
   const isRouter = status.kind === "router";
   drawCharts(isRouter);
+  const serves = isRouter ? known.workers.some((worker) => worker.serves) : status.state === "active";
+  if (serves && known.modelsOf !== status.incarnation) {
+    known.modelsOf = status.incarnation;
+    chat.learnModels();
+  }
   const log = [...known.log].reverse();
   byId("log-empty").hidden = log.length > 0;
   setContent(byId("log-entries"), log.map((entry) => entry.name).join(), () => log.map(logItem));
@@ -149,6 +152,7 @@ function logItem(entry) {
 // --- the key ---
 
 const dialog = byId("key-dialog");
+let [isDismissed, isSaved] = [false, false]; // whether the dialog was left without a key
 const usualReason = byId("key-reason").textContent;
 
 function askForKey(why) {
@@ -159,7 +163,9 @@ function askForKey(why) {
 
 byId("key-button").addEventListener("click", () => askForKey(""));
 byId("key-cancel").addEventListener("click", () => dialog.close());
+dialog.addEventListener("close", () => ([isDismissed, isSaved] = [!isSaved, false]));
 byId("key-form").addEventListener("submit", () => {
+  isSaved = true;
   key.set(byId("key").value.trim());
   feed.retry();
   chat.learnModels();

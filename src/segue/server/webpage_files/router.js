@@ -1,6 +1,7 @@
 // What is shown of a router: its workers, the groups of prefill workers, and how requests went.
 
-import { el, number, percent, seconds } from "./dom.js";
+import { meanOf } from "./chart.js";
+import { count, el, number, percent, seconds } from "./dom.js";
 import { facts } from "./engine.js";
 
 const of = (name) => (sample) => sample[name];
@@ -19,7 +20,7 @@ export const routerCharts = [
     title: "Tokens per second",
     least: 10,
     axis: number,
-    series: [{ name: "output, by the workers' steps", of: of("output_per_s"), show: number }],
+    series: [{ name: "output, by the workers' steps", of: meanOf("output_per_s", 4.5), show: number }],
   },
   {
     title: "KV cache",
@@ -72,14 +73,14 @@ export function fleetFacts(status, totals) {
     ["policy", status.policy],
     ["answered", number(totals.answered)],
     ["failed", number(totals.failed)],
-    ["at another worker, before a part", number(totals.retries)],
-    ["at another worker, after a part", number(totals.resumes)],
+    ["tried again before any output", number(totals.retries)],
+    ["resumed after some output", number(totals.resumes)],
     ["waited for a successor", number(totals.waits)],
     ["hand-overs", totals.pairs || totals.local ? `${number(totals.pairs)} pairs, ${number(totals.local)} local` : null],
     ["KV claimed again", totals.second_claims || null],
     ["refused", number(totals.refused)],
-    ["short prompts", laps?.enabled ? `${laps.short_group.length} workers, up to ${number(laps.threshold)} tokens` : null],
-    ["long prompts", laps?.enabled ? `${laps.long_group.length} workers` : null],
+    ["short prompts", laps?.enabled ? `${count(laps.short_group.length, "worker")}, up to ${number(laps.threshold)} tokens` : null],
+    ["long prompts", laps?.enabled ? count(laps.long_group.length, "worker") : null],
     ["moves between the groups", laps?.enabled ? number(laps.moves) : null],
     ["Segue", status.version],
   ]);
