@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from segue.cli.backends import Question, RemoteModel
+from segue.cli.backends import RemoteModel, TextQuery
 from segue.cli.remote import Remote, RemoteError
 
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
@@ -87,7 +87,7 @@ def test_requests_to_other_machines_use_the_proxy(monkeypatch: pytest.MonkeyPatc
 )
 def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) -> None:
     with answering(MODELS, OK + events) as url:
-        reply = RemoteModel(Remote(url, None)).stream(Question())
+        reply = RemoteModel(Remote(url, None)).stream(TextQuery())
         assert next(reply) == "Hello"
         with pytest.raises(RemoteError, match=words):
             next(reply)
@@ -96,7 +96,7 @@ def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) 
 def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
     events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
     with answering(MODELS, OK + events) as url:
-        assert list(RemoteModel(Remote(url, None)).stream(Question())) == ["Hello"]
+        assert list(RemoteModel(Remote(url, None)).stream(TextQuery())) == ["Hello"]
 
 
 def test_a_redirect_is_an_error_and_the_key_is_not_sent_on() -> None:

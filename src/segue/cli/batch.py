@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from segue.cli.backends import Answered, Question
+from segue.cli.backends import Answered, TextQuery
 from segue.cli.prompt_file import PromptLine
 from segue.cli.remote import ServerUnavailableError
 from segue.cli.result_file import PromptOutcome
@@ -26,7 +26,7 @@ class RunStoppedError(SegueError):
 class Completer(Protocol):
     """Answers one prompt; any number of threads ask."""
 
-    def complete(self, ask: Question) -> Answered: ...
+    def complete(self, ask: TextQuery) -> Answered: ...
 
 
 @dataclass(slots=True)
