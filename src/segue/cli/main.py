@@ -22,6 +22,7 @@ from segue.cli.models import CacheDir, cache_directory, models_app
 from segue.cli.remote import ClientKey, ServerUrl, control_app
 from segue.cli.reporting import errors_in_red
 from segue.cli.serving import SETTINGS, router, run_cluster, serve
+from segue.cli.top import top
 from segue.cluster.config import ClusterConfig
 from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
 from segue.listener import bind, listen
@@ -42,6 +43,7 @@ app.add_typer(gms_app, name="gms")
 app.add_typer(models_app, name="models")
 app.add_typer(control_app)
 app.command("generate")(generate)
+app.command("top")(top)
 app.command("doctor")(doctor)
 app.command("failover-demo")(failover_demo)
 
