@@ -32,7 +32,6 @@ from segue.router.config import RouterConfig
 app = typer.Typer(
     name="segue",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=SETTINGS,
 )
