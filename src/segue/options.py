@@ -8,10 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from segue.errors import ConfigError
+
+CONFIG_FILE = "SEGUE_CONFIG"  # the variable that names a file of options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,14 @@ class OptionSet(Protocol):
         """Return each option with its declared type."""
 
     @classmethod
-    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """Build the options from those that were given, the environment and the defaults."""
+    def create(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        file: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build the options from those that were given, the environment, a file and the defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +92,16 @@ class Options:
         return [(each, hints[each.name]) for each in fields(cls)]
 
     @classmethod
-    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """Build the options: explicit ones come first, then ``SEGUE_…`` variables, then defaults.
+    def create(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        file: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build the options: explicit ones first, then ``SEGUE_…`` variables, a file's values, and defaults.
 
-        Options may be given by their aliases.
+        Options may be given by their aliases. ``file`` has values as :func:`value_of_file` returns them.
 
         Raises:
             ConfigError: an option is unknown, its value breaks its rule, or its alias contradicts it.
@@ -95,7 +110,7 @@ class Options:
         aliases = {each.name: each.metadata["alias"] for each in fields(cls) if each.metadata["alias"]}
         kinds = get_type_hints(cls) | {alias.name: str for alias in aliases.values()}
         known = [*(each.name for each in fields(cls)), *(alias.name for alias in aliases.values())]
-        for name in options:
+        for name in (*options, *(file or ())):
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
         found = {
@@ -103,7 +118,10 @@ class Options:
             for name in known
             if variable(name) in given
         }
-        return cls(**{**_by_own_names(found, aliases), **_by_own_names(options, aliases)})
+        sources = (file or {}, found, options)
+        return cls(
+            **{name: value for each in sources for name, value in _by_own_names(each, aliases).items()}
+        )
 
 
 def spelling(name: str) -> str:
@@ -295,6 +313,24 @@ def parse(text: str, kind: Any, name: str) -> Any:
         return kinds[0](text)
     except ValueError as error:
         raise ConfigError(f"{name}={text!r}: expected {kinds[0].__name__}", param=name) from error
+
+
+def value_of_file(each: Field[Any], kind: Any, value: Any) -> Any:
+    """Return an option's value from one that a TOML file has; ``kind`` is the option's declared type.
+
+    An option whose text is a list may be an array there.
+
+    Raises:
+        ConfigError: the value is not of the type, or out of bounds.
+    """
+    check = each.metadata["check"]
+    if isinstance(value, list) and str in (kind, *get_args(kind)) and check is not None:
+        separator = check.keywords.get("separator", ",") if isinstance(check, partial) else ","
+        value = separator.join(map(str, value))
+    _check(each.name, value, kind, each.metadata)
+    if check is not None and value is not None:
+        check(value, each.name)
+    return value
 
 
 def _check(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:

@@ -26,6 +26,28 @@ def test_this_is_no_repository_id(model: str) -> None:
     assert not hub.is_repository_id(model)
 
 
+@pytest.mark.parametrize("name", ["tiny-q4_k_m.gguf", "tiny.Q4_K_M.gguf", "sub/Q4_K_M.gguf", "Q4_K_M.gguf"])
+def test_a_quantization_names_one_gguf_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (name, "tiny-IQ4_K_M.gguf", "tiny-Q4_K.gguf", "tiny-Q4_K_M.gguf.txt"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).write_text("")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert hub.fetch("owner/name:Q4_K_M", weights=True) == tmp_path / name
+    assert hub.cached("owner/name:q4_k_m") == tmp_path / name
+    (tmp_path / "other-Q4_K_M.gguf").write_text("")
+    with pytest.raises(ModelFileError, match="could be any of"):
+        hub.fetch("owner/name:Q4_K_M", weights=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_id"), [("a/b:Q8_0", True), ("a/b:", False), ("b:Q8_0", False), ("a/b:c:d", False)]
+)
+def test_a_quantization_needs_an_owner_and_a_name(model: str, is_id: bool) -> None:
+    assert (hub.parse_id(model) is not None) == is_id
+
+
 class FakeHub:
     """Stands in for `snapshot_download`: returns a path, or raises an error."""
 
@@ -35,7 +57,7 @@ class FakeHub:
         self.revision: str | None = None
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def download(self, model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(self, model: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
         self.patterns, self.revision = allow_patterns, revision
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -60,7 +82,7 @@ def test_a_revision_is_passed_on_and_an_unknown_one_named(monkeypatch: pytest.Mo
     hub.fetch("owner/name", weights=True, revision="v2")
     assert fake.revision == "v2"
     FakeHub(monkeypatch, not_found(RevisionNotFoundError))
-    with pytest.raises(ModelFileError, match=r"revision='v2': model 'owner/name' .* has no such branch"):
+    with pytest.raises(ModelFileError, match=r"model 'owner/name' has no revision 'v2'"):
         hub.fetch("owner/name", weights=True, revision="v2")
 
 
@@ -82,7 +104,7 @@ def test_without_a_network_the_error_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     FakeHub(monkeypatch, error)
-    with pytest.raises(ModelFileError, match=r"'owner/name' .* cannot be reached .*`hf download owner/name`"):
+    with pytest.raises(ModelFileError, match=r"'owner/name' .* cannot be reached .*`segue models pull owner"):
         hub.fetch("owner/name", weights=True)
 
 

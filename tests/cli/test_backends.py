@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from segue.cli.backends import Ask, RemoteModel
+from segue.cli.backends import RemoteModel, TextQuery
 from segue.cli.remote import Remote, RemoteError
 
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
@@ -87,7 +87,7 @@ def test_requests_to_other_machines_use_the_proxy(monkeypatch: pytest.MonkeyPatc
 )
 def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) -> None:
     with answering(MODELS, OK + events) as url:
-        reply = RemoteModel(Remote(url, None)).stream(Ask())
+        reply = RemoteModel(Remote(url, None)).stream(TextQuery())
         assert next(reply) == "Hello"
         with pytest.raises(RemoteError, match=words):
             next(reply)
@@ -96,14 +96,14 @@ def test_an_answer_that_breaks_off_raises_the_reason(events: bytes, words: str) 
 def test_comments_and_chunks_without_a_choice_are_skipped() -> None:
     events = b": ping\n\n" + HELLO + b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'
     with answering(MODELS, OK + events) as url:
-        assert list(RemoteModel(Remote(url, None)).stream(Ask())) == ["Hello"]
+        assert list(RemoteModel(Remote(url, None)).stream(TextQuery())) == ["Hello"]
 
 
 def test_reasoning_is_shown_within_its_marks() -> None:
     reasoning = b'data: {"choices": [{"delta": {"reasoning_content": "So"}}]}\n\n'
     events = reasoning * 2 + HELLO * 2 + b"data: [DONE]\n\n"
     with answering(MODELS, OK + events) as url:
-        answer = "".join(RemoteModel(Remote(url, None)).stream(Ask(messages=[])))
+        answer = "".join(RemoteModel(Remote(url, None)).stream(TextQuery(messages=[])))
     assert answer == "<think>\nSoSo\n</think>\n\nHelloHello"
 
 

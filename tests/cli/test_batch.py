@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from segue.cli.backends import Answered, Ask
+from segue.cli.backends import Answered, TextQuery
 from segue.cli.batch import BatchRun
 from segue.cli.prompt_file import PromptLine
 from segue.cli.remote import ServerUnavailableError
@@ -22,7 +22,7 @@ class Scripted:
         self.in_flight, self.most, self.refusals = 0, 0, 3
         self._lock = threading.Lock()
 
-    def complete(self, ask: Ask) -> Answered:
+    def complete(self, ask: TextQuery) -> Answered:
         with self._lock:
             self.in_flight += 1
             self.most = max(self.most, self.in_flight)
@@ -49,7 +49,7 @@ class Scripted:
 
 def lines(*prompts: str) -> Iterator[PromptLine]:
     for index, prompt in enumerate(prompts):
-        ask = None if prompt == "wrong" else Ask(prompt=prompt)
+        ask = None if prompt == "wrong" else TextQuery(prompt=prompt)
         yield PromptLine(index=index, id=str(index), digest="", ask=ask, error="it is wrong")
 
 

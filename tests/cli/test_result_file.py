@@ -11,19 +11,19 @@ import pytest
 
 from segue.cli.backends import Answered
 from segue.cli.prompt_file import PromptLine
-from segue.cli.result_file import Outcome, ResultFile
+from segue.cli.result_file import PromptOutcome, ResultFile
 from segue.errors import ConfigError
 
 ANSWER = Answered(text="é", finish_reason="stop", prompt_tokens=1, completion_tokens=2)
 DIGESTS = [(index, f"d{index}") for index in range(4)]
 
 
-def outcome(index: int, error: str | None = None) -> Outcome:
+def outcome(index: int, error: str | None = None) -> PromptOutcome:
     line = PromptLine(index=index, id=f"line-{index}", digest=f"d{index}", ask=None)
-    return Outcome(line=line, answer=None if error else ANSWER, error=error)
+    return PromptOutcome(line=line, answer=None if error else ANSWER, error=error)
 
 
-def write(path: Path, *outcomes: Outcome) -> None:
+def write(path: Path, *outcomes: PromptOutcome) -> None:
     file = ResultFile(str(path), overwrite=False)
     with closing(file):
         for each in outcomes:

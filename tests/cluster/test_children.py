@@ -61,6 +61,12 @@ def test_each_worker_has_a_name_a_role_and_a_port() -> None:
     assert [each.command[1] for each in found.values()] == ["serve"] * 4 + ["router"]
 
 
+def test_no_child_reads_the_file_of_options_again() -> None:
+    found = children({"SEGUE_CONFIG": "/etc/segue.toml", "PATH": "/bin"}, workers=1, shadows=1)
+    assert {each.environment.get("PATH") for each in found.values()} == {"/bin"}
+    assert not any(each.environment.get("SEGUE_CONFIG") for each in found.values())
+
+
 def test_the_router_ends_before_the_workers_and_is_ready_after_them() -> None:
     found = children(workers=2)
     assert found["router"].stage > found["worker-0"].stage == found["worker-1"].stage

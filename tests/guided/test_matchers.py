@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from segue.guided.matchers import Allowed, Matchers
-from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.guided import GrammarSpec, GrammarVocabulary
 from segue.messages.requests import SamplingParams
 
 WORDS = [
@@ -69,7 +69,7 @@ LANGUAGES = [
 @pytest.fixture
 def matchers() -> Iterator[Matchers]:
     made = Matchers(SIZE)
-    made.set_vocabulary(Vocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
+    made.set_vocabulary(GrammarVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
     yield made
     made.close()
 

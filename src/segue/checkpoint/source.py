@@ -171,14 +171,15 @@ def _locate(model: str, load_format: LoadFormat, revision: str | None) -> tuple[
     if is_local:
         _check_has_revisions(revision, f"model {shown}")
         return path.resolve().name.removesuffix(".gguf"), path.resolve()
-    is_hub_id = path.suffix != ".gguf" and hub.is_repository_id(model)
+    is_hub_id = path.suffix != ".gguf" and hub.parse_id(model) is not None
     if is_hub_id and model_files.current.get().hub:
         return model, hub.fetch(model, weights=load_format != "dummy", revision=revision)
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
     if not is_allowed:  # the same text whether the path exists or not
         raise ModelFileError(f"model {shown} is not within the directories of --weights-root{how}")
     raise ModelFileError(
-        f"model {shown} does not exist: give a directory, a GGUF file or a hub id (owner/name){how}"
+        f"model {shown} does not exist: give a directory, a GGUF file or a hub id (owner/name, or "
+        f"owner/name:QUANTIZATION for a GGUF file){how}"
     )
 
 

@@ -20,7 +20,7 @@ ANSWER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class TextQuery:
     """A text to continue or, without one, a conversation to answer."""
 
     prompt: str | None = None
@@ -45,7 +45,7 @@ class LocalModel:
         self._engine = engine
         self.name = engine.model_name
 
-    def stream(self, ask: Ask) -> Iterator[str]:
+    def stream(self, ask: TextQuery) -> Iterator[str]:
         """Return the pieces of the answer; closing the iterator aborts the request.
 
         Raises:
@@ -53,7 +53,7 @@ class LocalModel:
         """
         return pieces(self._engine.generate(**self._arguments(ask), stream=True))
 
-    def complete(self, ask: Ask) -> Answered:
+    def complete(self, ask: TextQuery) -> Answered:
         """Return the whole answer; raises as :meth:`stream`, which any number of threads may call."""
         reply = self._engine.generate(**self._arguments(ask))
         meta = reply["meta_info"]
@@ -64,7 +64,7 @@ class LocalModel:
             completion_tokens=meta["completion_tokens"],
         )
 
-    def _arguments(self, ask: Ask) -> dict[str, Any]:
+    def _arguments(self, ask: TextQuery) -> dict[str, Any]:
         """Return the arguments of ``Engine.generate``; without a ``max_tokens`` there is no such limit."""
         from segue.api.native import NAMES
         from segue.api.openai.requests import ChatCompletionRequest, messages_of
@@ -90,12 +90,12 @@ class RemoteModel:
     """The first model of an OpenAI-compatible server."""
 
     def __init__(self, server: Remote) -> None:
-        """Ask the server for its models; raises RemoteError if it does not answer, or has none."""
+        """TextQuery the server for its models; raises RemoteError if it does not answer, or has none."""
         self._server = server
         with server.open("/v1/models") as answer:
             self.name: str = json.load(answer)["data"][0]["id"]
 
-    def stream(self, ask: Ask) -> Iterator[str]:
+    def stream(self, ask: TextQuery) -> Iterator[str]:
         """Yield the pieces of the answer, from the events of the server's stream.
 
         Reasoning is part of it, within the marks that a local model writes.
@@ -125,7 +125,7 @@ class RemoteModel:
                         reasons = False
         raise RemoteError(f"{self._server.url} ended in the middle of its answer; see the server's log")
 
-    def complete(self, ask: Ask) -> Answered:
+    def complete(self, ask: TextQuery) -> Answered:
         """Return the whole answer; raises RemoteError. Any number of threads may call this."""
         path, body = self._request(ask)
         with self._server.open(path, body, timeout=ANSWER_S) as answer:
@@ -139,7 +139,7 @@ class RemoteModel:
                 completion_tokens=usage.get("completion_tokens"),
             )
 
-    def _request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def _request(self, ask: TextQuery) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of the request."""
         body = {"model": self.name, **ask.sampling}
         if ask.prompt is not None:

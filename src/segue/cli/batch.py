@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from segue.cli.backends import Answered, Ask
+from segue.cli.backends import Answered, TextQuery
 from segue.cli.prompt_file import PromptLine
 from segue.cli.remote import ServerUnavailableError
-from segue.cli.result_file import Outcome
+from segue.cli.result_file import PromptOutcome
 from segue.errors import EngineDeadError, SegueError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0  # before a server that is not available is asked again
@@ -26,7 +26,7 @@ class RunStoppedError(SegueError):
 class Completer(Protocol):
     """Answers one prompt; any number of threads ask."""
 
-    def complete(self, ask: Ask) -> Answered: ...
+    def complete(self, ask: TextQuery) -> Answered: ...
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class BatchRun:
         self._parallel = parallel
         self._patience_s = patience_s
         self._asked: SimpleQueue[PromptLine | None] = SimpleQueue()
-        self._found: SimpleQueue[Outcome | Exception] = SimpleQueue()
+        self._found: SimpleQueue[PromptOutcome | Exception] = SimpleQueue()
         self._stopped = threading.Event()
         self.totals = Totals()
 
-    def outcomes(self, prompts: Iterator[PromptLine], on_wait: Callable[[], None]) -> Iterator[Outcome]:
+    def outcomes(self, prompts: Iterator[PromptLine], on_wait: Callable[[], None]) -> Iterator[PromptOutcome]:
         """Yield what becomes of each prompt, in the order of the answers; at most ``parallel`` are asked.
 
         ``on_wait`` is called every POLL_S seconds without an answer.
@@ -70,7 +70,7 @@ class BatchRun:
             while True:
                 while in_flight < self._parallel and (line := next(prompts, None)) is not None:
                     if line.ask is None:
-                        yield self._counted(Outcome(line=line, error=line.error))
+                        yield self._counted(PromptOutcome(line=line, error=line.error))
                     else:
                         self._asked.put(line)
                         in_flight += 1
@@ -90,7 +90,7 @@ class BatchRun:
             for _ in range(self._parallel):
                 self._asked.put(None)
 
-    def _counted(self, outcome: Outcome) -> Outcome:
+    def _counted(self, outcome: PromptOutcome) -> PromptOutcome:
         totals = self.totals
         if outcome.error is None:
             totals.num_answers += 1
@@ -109,7 +109,7 @@ class BatchRun:
                 self._found.put(error)
                 return
 
-    def _outcome(self, line: PromptLine) -> Outcome:
+    def _outcome(self, line: PromptLine) -> PromptOutcome:
         assert line.ask is not None
         began, wait_s = time.monotonic(), FIRST_WAIT_S
         while True:
@@ -122,9 +122,9 @@ class BatchRun:
             except EngineDeadError:
                 raise
             except SegueError as error:
-                return Outcome(line=line, error=error.message)
+                return PromptOutcome(line=line, error=error.message)
             else:
                 is_whole = answer.finish_reason != "abort"
-                return Outcome(
+                return PromptOutcome(
                     line=line, answer=answer, error=None if is_whole else "the request was aborted"
                 )

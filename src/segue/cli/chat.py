@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from segue.cli.backends import Ask, LocalModel, Message, RemoteModel
+from segue.cli.backends import LocalModel, Message, RemoteModel, TextQuery
 from segue.cli.sampling import SAMPLING_FIELDS, check_sampling, nearest, parse_setting
 from segue.errors import InvalidRequestError, SegueError
 
@@ -37,11 +37,11 @@ class Conversation:
         self._turns: list[Message] = []
         self._sampling = dict(sampling)
 
-    def ask(self, text: str) -> Ask:
+    def ask(self, text: str) -> TextQuery:
         """Return what is to be answered: the conversation with one more message, which is not kept yet."""
         system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         messages = [*system, *self._turns, {"role": "user", "content": text}]
-        return Ask(messages=messages, sampling=dict(self._sampling))
+        return TextQuery(messages=messages, sampling=dict(self._sampling))
 
     def keep(self, text: str, answer: str) -> None:
         """Add a message and its answer to the conversation."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from segue.checkpoint.bundled import NAME
-from segue.cli.backends import Ask, RemoteModel
+from segue.cli.backends import RemoteModel, TextQuery
 from segue.cli.flags import setting
 from segue.cli.remote import Remote
 from segue.cluster.pod_process import PodProcess, TakeoverTimes
@@ -105,7 +105,7 @@ def _ask(pod: PodProcess, tokens: int) -> WatchedStream:
     sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     stream = WatchedStream()
     question = {"role": "user", "content": QUESTION}
-    reply = RemoteModel(Remote(pod.url, None)).stream(Ask(messages=[question], sampling=sampling))
+    reply = RemoteModel(Remote(pod.url, None)).stream(TextQuery(messages=[question], sampling=sampling))
     threading.Thread(target=stream.read, args=(reply,), daemon=True).start()
     return stream
 
@@ -127,7 +127,7 @@ def _progress(stream: WatchedStream) -> Iterator[None]:
 
 
 def _kill_in_the_middle(pod: PodProcess, show: _Picture, tokens: int) -> int:
-    """Ask, kill the engine that answers when it has begun, and read the reply to its end.
+    """TextQuery, kill the engine that answers when it has begun, and read the reply to its end.
 
     A reply that has ended by then, because this process had to wait for a core, is asked for again with twice
     as many tokens. Returns how many they were.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Optional
 import typer
 from rich.markup import escape
 
+from segue.cli.config_file import CONFIG_FLAG, config_file_flag
 from segue.options import OptionSet, parse_names, parse_sizes, parse_urls, spelling, variable
 
 # For each check of an option that is a list: whether a word of the command line is one of its entries.
@@ -27,7 +28,7 @@ def with_options(
 
     Typer makes flags of a function's signature, so the returned decorator gives the command a new one. The
     flags that the user sets become the ``config`` that the command gets. ``without`` has the groups
-    of options that the command does not take.
+    of options that the command does not take. Options come from the file of ``--config``, too.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,14 +40,22 @@ def with_options(
             for flag in _flags(option, kind)
         ]
 
+        from_file = inspect.Parameter(
+            CONFIG_FLAG,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=config_file_flag(options_class),
+        )
+
         def run(**given: Any) -> Any:
             chosen = {flag.name: value for flag in flags if (value := given.pop(flag.name)) is not None}
-            return command(config=options_class.create(**chosen), **given)
+            file = given.pop(CONFIG_FLAG)
+            return command(config=options_class.create(file=file, **chosen), **given)
 
         own = inspect.signature(command, eval_str=True).parameters
         parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in [*own.values(), *flags]
+            for parameter in [*own.values(), from_file, *flags]
             if parameter.name != "config"
         ]
         # What Typer reads of a command: name, docstring and parameters.

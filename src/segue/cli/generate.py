@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from segue.cli.asking import MaxTokens, Temperature, TopP, given, opened
-from segue.cli.backends import Ask, LocalModel, RemoteModel
+from segue.cli.backends import LocalModel, RemoteModel, TextQuery
 from segue.cli.batch import BatchRun, RunStoppedError, Totals
 from segue.cli.flags import setting, with_options
 from segue.cli.prompt_file import InputFormat, PromptFile
@@ -84,7 +84,7 @@ def generate(
         if output != "-" or overwrite:
             raise ConfigError("--output and --overwrite go with --input FILE; use the shell's > for one text")
         with opened(config, url, api_key) as model:
-            for piece in model.stream(Ask(prompt=prompt, sampling=sampling)):
+            for piece in model.stream(TextQuery(prompt=prompt, sampling=sampling)):
                 typer.echo(piece, nl=False)
             typer.echo()
         return

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import segue
 from segue.cli.asking import MaxTokens, Temperature, TopP, given, opened
@@ -22,12 +18,13 @@ from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.generate import generate
 from segue.cli.gms import gms_app
+from segue.cli.models import CacheDir, cache_directory, models_app
 from segue.cli.remote import ClientKey, ServerUrl, control_app
 from segue.cli.reporting import errors_in_red
-from segue.cli.serving import SETTINGS, router, run_cluster, serve, size_in_words
+from segue.cli.serving import SETTINGS, router, run_cluster, serve
+from segue.cli.top import top
 from segue.cluster.config import ClusterConfig
 from segue.config import SERVER_GROUPS, Device, EngineConfig, LogLevel
-from segue.errors import CacheDirectoryError, ModelFileError
 from segue.listener import bind, listen
 from segue.logs import LogFormat, configure
 from segue.router.config import RouterConfig
@@ -35,7 +32,6 @@ from segue.router.config import RouterConfig
 app = typer.Typer(
     name="segue",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=SETTINGS,
 )
@@ -43,8 +39,10 @@ app.command("serve")(serve)
 app.command("router")(router)
 app.add_typer(bench_app, name="bench")
 app.add_typer(gms_app, name="gms")
+app.add_typer(models_app, name="models")
 app.add_typer(control_app)
 app.command("generate")(generate)
+app.command("top")(top)
 app.command("doctor")(doctor)
 app.command("failover-demo")(failover_demo)
 
@@ -71,7 +69,6 @@ def root(
     """Segue: an LLM inference engine for the places where serving must not break."""
 
 
-CacheDir = Annotated[str | None, setting("cache_dir", "Where models are kept.", group="Model")]
 TrainingDType = Literal["float32", "bfloat16"]
 
 
@@ -159,56 +156,9 @@ def trainer(
     listener = bind(host, port)
     listen(listener)
     trained = TrainedModel(
-        model, device=device, dtype=dtype, learning_rate=learning_rate, cache_dir=_cache_dir(cache_dir)
+        model, device=device, dtype=dtype, learning_rate=learning_rate, cache_dir=cache_directory(cache_dir)
     )
     console = Console(highlight=False)
     url = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"[bold green]Ready[/bold green] at [bold]{url}[/bold]: {trained.name}", soft_wrap=True)
     run(Trainer(trained), listener, guard)
-
-
-@app.command()
-def models(cache_dir: CacheDir = None) -> None:
-    """List the bundled model and the models converted from GGUF files, with their sizes."""
-    directory = Path(_cache_dir(cache_dir))
-    table = Table(box=None, pad_edge=False)
-    for column in ("model", "kind", "size", "path"):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
-    try:
-        for name, kind, num_bytes, path in installed_models(directory):
-            size = "-" if num_bytes is None else size_in_words(num_bytes)
-            table.add_row(escape(name), kind, size, escape(str(path)))
-    except OSError as error:
-        raise CacheDirectoryError(
-            f"the cache directory {directory} cannot be read ({error.strerror}); "
-            "choose another with --cache-dir"
-        ) from error
-    Console(highlight=False).print(table)
-
-
-def installed_models(cache_dir: Path) -> Iterator[tuple[str, str, int | None, Path]]:
-    """Yield the bundled model, then the models converted from GGUF files: name, kind, bytes and path.
-
-    The bytes are None if the model is not fetched yet.
-    """
-    from segue.checkpoint import bundled
-    from segue.checkpoint.source import read_json
-
-    path = cache_dir / "bundled" / bundled.FILE
-    if path.exists():
-        yield bundled.NAME, "bundled", path.stat().st_size, path
-    else:
-        yield bundled.NAME, "bundled, fetched at first use", None, path
-    for config in sorted((cache_dir / "converted").glob("[!.]*/[!.]*/config.json")):
-        directory = config.parent
-        try:
-            name = read_json(config).get("_name_or_path")
-        except ModelFileError:  # only the name is lost
-            name = None
-        num_bytes = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-        yield str(name or directory.parent.name[:12]), "converted", num_bytes, directory
-
-
-def _cache_dir(given: str | None) -> str:
-    """Return the cache directory: the given one or, for None, that of the environment or the default."""
-    return (EngineConfig.create() if given is None else EngineConfig.create(cache_dir=given)).cache_dir

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from segue.cli.backends import Ask
+from segue.cli.backends import TextQuery
 from segue.cli.sampling import SAMPLING_FIELDS, check_sampling, nearest
 from segue.errors import ConfigError, InvalidRequestError, SegueError, short_repr
 
@@ -26,7 +26,7 @@ class PromptLine:
     index: int  # of the line, from 0
     id: str  # its own one; the index, if it has none
     digest: str  # of the line: an answer that is there already is known to be this line's
-    ask: Ask | None
+    ask: TextQuery | None
     error: str = ""
 
 
@@ -72,7 +72,7 @@ class PromptFile:
         try:
             text = line.decode()
             if not self._is_jsonl:
-                ask = Ask(prompt=text, sampling=self._sampling)
+                ask = TextQuery(prompt=text, sampling=self._sampling)
             else:
                 fields = _fields(text)
                 id_ = str(fields.pop("id", index))
@@ -97,7 +97,7 @@ def _fields(text: str) -> dict[str, Any]:
     return {name: value for name, value in content.items() if value is not None}
 
 
-def _ask(fields: dict[str, Any], sampling: Mapping[str, Any]) -> Ask:
+def _ask(fields: dict[str, Any], sampling: Mapping[str, Any]) -> TextQuery:
     """Return what a line asks, its own sampling fields before those of the command."""
     from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest
     from segue.api.validation import parse
@@ -114,11 +114,11 @@ def _ask(fields: dict[str, Any], sampling: Mapping[str, Any]) -> Ask:
     check_sampling(params)
     if messages is not None:
         parse(ChatCompletionRequest, {"messages": messages})
-        return Ask(messages=messages, sampling=params)
+        return TextQuery(messages=messages, sampling=params)
     if not isinstance(prompt, str):
         raise InvalidRequestError(f"prompt={short_repr(prompt)}: expected a string", param="prompt")
     parse(CompletionRequest, {"prompt": prompt})
-    return Ask(prompt=prompt, sampling=params)
+    return TextQuery(prompt=prompt, sampling=params)
 
 
 def _not_blank(lines: Any) -> Iterator[tuple[int, bytes]]:

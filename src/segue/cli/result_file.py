@@ -17,7 +17,7 @@ from segue.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PromptOutcome:
     """What became of a prompt: an answer, an error, or what there was of an answer with an error."""
 
     line: PromptLine
@@ -81,7 +81,7 @@ class ResultFile:
             raise self._other_input("it has answers of prompts that the input has not")
         return count
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, outcome: PromptOutcome) -> None:
         """Write a line; raises ConfigError if it cannot be written, as on a full disk."""
         with self._errors():
             file = self._files[-1] if self._files else sys.stdout.buffer

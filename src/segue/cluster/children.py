@@ -29,7 +29,7 @@ from segue.failover.pod import (
 from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import HOLDER_SOCKET, SOCKET
 from segue.http_guard import is_loopback
-from segue.options import Options, spelling, variable
+from segue.options import CONFIG_FILE, Options, spelling, variable
 from segue.router.config import RouterConfig
 
 WORKER_HOST = "127.0.0.1"
@@ -258,7 +258,7 @@ def _secrets_of(options: Options) -> dict[str, str]:
 def _without_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without options of Segue, which the children get by their command lines."""
     names = _names(EngineConfig, RouterConfig) | {each.name for each, _ in ClusterConfig.listed()}
-    variables = {variable(name) for name in names}
+    variables = {variable(name) for name in names} | {CONFIG_FILE}
     return {name: value for name, value in environ.items() if name not in variables}
 
 

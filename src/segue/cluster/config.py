@@ -120,8 +120,14 @@ class ClusterConfig:
         return list(found.values())
 
     @classmethod
-    def create(cls, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """Build the options: explicit ones come first, then ``SEGUE_…`` variables, then defaults.
+    def create(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        file: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build the options: explicit ones first, then ``SEGUE_…`` variables, a file's values, and defaults.
 
         Raises:
             ConfigError: an option is unknown, or its value breaks its rule.
@@ -129,11 +135,13 @@ class ClusterConfig:
         """
         given = os.environ if environ is None else environ
         known = {each.name for each, _ in cls.listed()}
-        for name in options.keys() - known:
+        settings = file or {}
+        for name in {*options, *settings} - known:
             raise ConfigError(f"unknown option {name!r}; known: {', '.join(sorted(known))}", param=name)
         size, router, engine = (
             options_class.create(
                 {key: given[key] for name in names if (key := variable(name)) in given},
+                file={name: value for name, value in settings.items() if name in names},
                 **{name: value for name, value in options.items() if name in names},
             )
             for options_class, names in cls._parts

@@ -13,7 +13,15 @@ from segue.errors import ConfigError, CUDADriverError
 from segue.logs import LogFormat
 from segue.memory.memfd import MemfdVMM
 from segue.memory.vmm import VMM
-from segue.options import Options, check_key, check_socket_directory, option, parse_list, variable
+from segue.options import (
+    CONFIG_FILE,
+    Options,
+    check_key,
+    check_socket_directory,
+    option,
+    parse_list,
+    variable,
+)
 
 OnChildExit = Literal["alone", "exit", "restart"]
 SERVE_GROUP = "Service"
@@ -85,7 +93,11 @@ class GmsConfig(Options):
         }
         optional = {"gms_token": self.gms_token, "allow_uid": self.allow_uid}
         given |= {name: value for name, value in optional.items() if value is not None}
-        return {variable(name): value for name, value in given.items()} | {variable("on_child_exit"): "alone"}
+        own = {
+            variable("on_child_exit"): "alone",
+            CONFIG_FILE: "",
+        }  # all of the file's options are here already
+        return {variable(name): value for name, value in given.items()} | own
 
 
 def vmms_of(devices: str) -> Mapping[str, VMM]:
