@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.environments import command
 from tests.server.live import LiveServer
+from tests.support.tiny_model import write_model
 
 PROGRAMS = Path(__file__).with_name("programs")
 EXCLUDED = (
     "/watch",  # its reply ends with the engine, so no request would return
-    "/weights_checker",  # one of its actions overwrites every weight, and then all requests wait for new ones
 )
 MIN_CASES = 1000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,16 +31,26 @@ def reply(server: LiveServer) -> Any:
     return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
 
 
-def test_a_live_engine_keeps_to_its_description(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A model with weights on disk, so that weights which a call has overwritten can be loaded again."""
+    directory = write_model(tmp_path / "tiny-model")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).save_pretrained(directory)
+    return directory
+
+
+def test_a_live_engine_keeps_to_its_description(checkpoint: Path, tmp_path: Path) -> None:
     st = command("schemathesis", "st")
     options: dict[str, Any] = {"max_model_len": 64, "max_running_requests": 8, "num_kv_tokens": 1024}
-    with LiveServer(tiny_model, real=True, dtype="float32", deterministic=True, **options) as server:
+    options |= {"dtype": "float32", "deterministic": True, "load_format": "auto"}
+    with LiveServer(checkpoint, real=True, **options) as server:
         before = reply(server)
         name = server.client.get("/v1/models").json()["data"][0]["id"]
         env = os.environ | {
             "SCHEMATHESIS_HOOKS": str(PROGRAMS / "schemathesis_hooks.py"),
             "SEGUE_URL": server.url,
             "SEGUE_MODEL": name,
+            "SEGUE_CHECKPOINT": str(checkpoint),
         }
         run = [*st, "--config-file", str(PROGRAMS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
         run += ["--checks", "all", "--request-timeout", "20", "--seed", "1"]

@@ -41,11 +41,10 @@ class LiveServer:
     ) -> None:
         """Start the server; with ``real``, over a scheduler in a thread that runs the model.
 
-        Its client trusts the ``certificate``.
+        The weights are dummies unless ``options`` has a ``load_format``. The client trusts the ``certificate``.
         """
-        self.config = EngineConfig.create(
-            model=str(model), load_format="dummy", port=port, log_level="error", **options
-        )
+        fixed: dict[str, Any] = {"load_format": "dummy", "port": port, "log_level": "error"}
+        self.config = EngineConfig.create(model=str(model), **(fixed | options))
         self._thread = LoopThread("test-server")
         self.app = create_app(self.config)
         if started:

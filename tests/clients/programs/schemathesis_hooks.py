@@ -1,6 +1,6 @@
 """Hooks of Schemathesis: what a call has changed is taken back, so that the next finds the engine as ever.
 
-Environment: ``SEGUE_URL`` and ``SEGUE_MODEL``.
+Environment: ``SEGUE_URL``, ``SEGUE_MODEL`` and ``SEGUE_CHECKPOINT``, the directory of the served weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import requests
 import schemathesis
 
-URL, MODEL = os.environ["SEGUE_URL"], os.environ["SEGUE_MODEL"]
+URL, MODEL, CHECKPOINT = (os.environ[f"SEGUE_{name}"] for name in ("URL", "MODEL", "CHECKPOINT"))
 UNDO: dict[str, tuple[str, dict[str, Any]]] = {
     "/pause_generation": ("/continue_generation", {}),
     "/pause": ("/resume", {}),
@@ -20,6 +20,7 @@ UNDO: dict[str, tuple[str, dict[str, Any]]] = {
     "/begin_weight_update": ("/abort_weights_update", {}),
     "/start_weight_update": ("/abort_weights_update", {}),
     "/prepare_weights_update": ("/abort_weights_update", {}),
+    "/weights_checker": ("/update_weights_from_disk", {"model_path": CHECKPOINT}),  # it may have reset them
 }
 # Nobody answers at the address of a generated group, and a call would wait for it.
 JOINS = "/init_weights_update_group"
@@ -42,4 +43,5 @@ def after_call(context: Any, case: Any, response: Any) -> None:
     """Take back what the call has changed."""
     if case.path in UNDO and response.status_code == 200:
         path, body = UNDO[case.path]
-        requests.post(f"{URL}{path}", json=body, timeout=20)
+        undone = requests.post(f"{URL}{path}", json=body, timeout=20)
+        assert undone.status_code < 500, (case.path, undone.text)
