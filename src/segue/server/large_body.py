@@ -39,7 +39,7 @@ MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made 
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
 MAX_BUCKETS = 1 << 15
-MAX_TOOLS_BYTES = json_pieces.AT_ONCE  # all schemas of a body together
+MAX_TOOL_BYTES = 1 << 16  # of one tool
 
 RULES = {  # what fields that may be large are, in words
     **openai.RULES,
@@ -70,7 +70,7 @@ NOTHING_ELSE = _NothingElse()
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
-_tool_list = msgspec.json.Decoder(list[Tool])
+_tool_list = msgspec.json.Decoder(list[Tool], float_hook=float)
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
 _sizes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]])
@@ -258,12 +258,18 @@ def _conversation(data: bytes) -> Decoded:
 
 
 def _tools(data: bytes) -> Decoded:
-    """Decode ``tools``, whose schemas are decoded in one call."""
-    if len(data) > MAX_TOOLS_BYTES:
-        text = f"tools has {len(data)} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed"
-        raise InvalidRequestError(text, param="tools")
-    found = _structs("tools", _tool_list, MAX_TOOLS, data)
-    _check_count("tools", MAX_TOOLS, len(found))
+    """Decode ``tools``, one after the other."""
+    if not data.startswith(b"["):
+        raise MisfitError
+    found: list[Tool] = []
+    for index, (start, end) in enumerate(cut(data, MAX_TOOLS, "tools")):
+        if end - start > MAX_TOOL_BYTES:
+            text = f"tools[{index}] has {end - start} bytes of JSON; at most {MAX_TOOL_BYTES} are allowed"
+            raise InvalidRequestError(text, param=f"tools[{index}]")
+        try:
+            found += _tool_list.decode(b"[%b]" % data[start:end])
+        except msgspec.ValidationError as error:
+            raise misfit(error, "tools", openai.RULES, index) from None
     return Decoded(found)
 
 
