@@ -102,6 +102,8 @@ def test_rows_of_one_batch_keep_each_to_its_own_grammar(
 def test_limits_and_stops_count_as_ever(engine: segue.Engine) -> None:
     cut = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{20}"))
     assert re.fullmatch("[ab]{5}", cut["text"]) and reason(cut) == "length"
+    complete = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{5}"))  # no EOS token need follow
+    assert re.fullmatch("[ab]{5}", complete["text"]) and reason(complete) == "stop"
     stopped = engine.generate(PROMPTS[0], drawn(regex="[ab]{20}c", stop="c"))
     assert re.fullmatch("[ab]{20}", stopped["text"]) and reason(stopped) == "stop"
 

@@ -50,7 +50,8 @@ def test_guided_output_goes_on_behind_the_first_token(pair: Pair) -> None:
     prompt = ids(10, seed=4)
     for regex in ("[ab]{12}(xy|yx)", "a"):
         reply = pair.compare(input_ids=prompt, sampling_params=greedy(40, regex=regex))
-        assert re.fullmatch(regex, reply["text"]) and pair.num_adopted == 1
+        assert re.fullmatch(regex, reply["text"]) and pair.num_adopted == (regex != "a")
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": None}
 
 
 @pytest.mark.parametrize("warm", [("prefill",), ("decode",), ("prefill", "decode")], ids="+".join)

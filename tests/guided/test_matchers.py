@@ -167,6 +167,19 @@ def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers:
     assert tokens_of(masks[0].masks[0]) == {EOS, TOKENS.index(b"a"), TOKENS.index(b"b")}
 
 
+def test_rows_whose_grammars_are_complete_are_known_with_their_token(matchers: Matchers) -> None:
+    for slot, regex in enumerate(("a", "a+", "ab?", "aab")):
+        put(matchers, slot, spec("regex", regex))
+    a, slots = TOKENS.index(b"a"), np.array([3, 0, 1, 2, 9])
+    complete = matchers.take(slots, lambda: [a] * 5)
+    assert complete is not None and complete.result(10) == [1]
+    assert matchers.take(np.array([9]), lambda: [a]) is None
+    broken = matchers.take(slots, lambda: [][0])
+    assert broken is not None and isinstance(broken.exception(10), IndexError)
+    with pytest.raises(IndexError):
+        allowed(matchers, 3)
+
+
 def test_a_late_eos_waits_until_nothing_else_is_left(matchers: Matchers) -> None:
     put(matchers, 0, spec("regex", "a{1,2}"), late_eos=True)
     a, found = TOKENS.index(b"a"), []

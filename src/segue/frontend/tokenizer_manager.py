@@ -228,7 +228,7 @@ class TokenizerManager:
         )
         try:
             if message.params.grammar is not None and not self._has_sent_vocabulary:
-                self._send(self._vocabulary())
+                self._send(self.vocabulary())
                 self._has_sent_vocabulary = True
             self._send(message)
             if state.cut >= 0:  # the outputs complete a stop string already
@@ -238,7 +238,7 @@ class TokenizerManager:
             raise
         self._admission.num_sent += 1
 
-    def _vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> Vocabulary:
         """Return the vocabulary, with as many tokens as there are logits."""
         limits, table = self.encoder.limits, self.table
         return Vocabulary(

@@ -66,13 +66,23 @@ class _Tokens:
         return self.tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode())
 
 
+def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """Return the vocabulary with what llguidance derives from it; it takes part of a second."""
+    tokens = _Tokens(vocabulary)
+    tokens.tokenizer = LLTokenizer(
+        tokens,  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
+        n_vocab=len(vocabulary.tokens),
+        eos_token=vocabulary.eos_ids,
+    )
+    return tokens.tokenizer
+
+
 class Matchers:
     """The guides of the request slots. A slot without a grammar has none, and costs nothing."""
 
     def __init__(self, vocab_size: int, num_threads: int | None = 1) -> None:
         """Take the number of tokens, and how many threads compute the masks of a step; None: most cores."""
         self._num_words = (vocab_size + 31) // 32
-        self._vocab_size = vocab_size
         self._num_threads = num_threads
         self._guides: dict[int, Guide] = {}
         self._thread: ThreadPoolExecutor | None = None  # None: nothing was ever guided
@@ -112,20 +122,26 @@ class Matchers:
             failures={row: guide.failure for row, guide in guides if guide.failure},
         )
 
-    def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> None:
+    def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> Future[list[int]] | None:
         """Go on from the tokens that a step has drawn for these slots, one each.
 
         ``read`` returns them, and may wait for them. The thread calls it, and only if a slot is guided.
+
+        Returns the future of the rows whose grammars are complete, so that only EOS may follow; it is done
+        before the next masks are. None: no row is guided.
         """
         if not self._guides:
-            return
+            return None
         guides = [
             (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
         ]
-        if guides:
-            ready = self._submit(lambda: self._advance(guides, read()))
-            for _, guide in guides:
-                guide.ready = ready
+        if not guides:
+            return None
+        complete: Future[list[int]] = Future()
+        ready = self._submit(lambda: self._advance(guides, read, complete))
+        for _, guide in guides:
+            guide.ready = ready
+        return complete
 
     def close(self) -> None:
         """End the thread; nothing may be asked for afterwards."""
@@ -142,12 +158,7 @@ class Matchers:
     def _make_tokenizer(self, vocabulary: Vocabulary) -> None:
         """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
         started = time.monotonic()
-        tokens = _Tokens(vocabulary)
-        self._tokenizer = tokens.tokenizer = LLTokenizer(
-            tokens,  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
-            n_vocab=self._vocab_size,
-            eos_token=vocabulary.eos_ids,
-        )
+        self._tokenizer = make_tokenizer(vocabulary)
         self._executor = LLExecutor(self._num_threads)
         for token in vocabulary.eos_ids:
             self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
@@ -170,17 +181,31 @@ class Matchers:
         self._compiled[spec] = matcher
         return matcher
 
-    def _advance(self, guides: Sequence[tuple[int, Guide]], tokens: Sequence[int]) -> None:
+    def _advance(
+        self,
+        guides: Sequence[tuple[int, Guide]],
+        read: Callable[[], Sequence[int]],
+        complete: Future[list[int]],
+    ) -> None:
         """Take a token per guide, by row, and compute the masks of the next tokens.
 
         A request whose grammar is complete has ended; its slot may be part of a step that was planned before.
         """
-        going_on = []
-        for row, guide in guides:
-            matcher = guide.matcher
-            if matcher is not None and tokens[row] >= 0 and not matcher.is_stopped():
+        going_on, ended = list[Guide](), list[int]()
+        try:
+            tokens = read()
+            for row, guide in guides:
+                matcher = guide.matcher
+                if matcher is None or tokens[row] < 0 or matcher.is_stopped():
+                    continue
                 matcher.consume_token(tokens[row])
                 going_on.append(guide)
+                if matcher.is_stopped() and not matcher.is_error():
+                    ended.append(row)
+        except BaseException as error:
+            complete.set_exception(error)
+            raise
+        complete.set_result(ended)
         self._fill(going_on)
 
     def _fill(self, guides: Sequence[Guide]) -> None:

@@ -81,3 +81,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     padded_tokens: int = 0
     # index into tokens -> why the request's grammar cannot be followed any further; its token means nothing
     failures: dict[int, str] = {}
+    complete: list[int] = []  # indices into tokens that complete their grammars: only EOS may follow

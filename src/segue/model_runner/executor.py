@@ -120,7 +120,7 @@ def free_garbage() -> None:
     torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DeviceStepResult:
     """One launched step. The host tensors are valid once `copy_done` has completed."""
 
@@ -133,6 +133,8 @@ class DeviceStepResult:
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # slot -> parts, in order
     finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
     failures: dict[int, str] = field(default_factory=dict)  # index into `next_tokens_host` -> why
+    # of the indices whose grammars are complete; it comes soon after the tokens. None: no row is guided
+    complete: Future[list[int]] | None = None
     graph: str | None = None  # the kind of the graph that was replayed
     eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
     padded_tokens: int = 0
@@ -169,6 +171,7 @@ class DeviceStepResult:
             eager=self.eager,
             padded_tokens=self.padded_tokens,
             failures=self.failures,
+            complete=[] if self.complete is None else self.complete.result(),
         )
 
 
@@ -275,7 +278,7 @@ class StepExecutor:
             result.copy_done.record()
         if self.state.matchers is not None and arrays.plan.sampling_mode == "full":
             # Masks of the next tokens are computed beside the next step.
-            self.state.matchers.take(arrays.sample_slots, result.tokens)
+            result.complete = self.state.matchers.take(arrays.sample_slots, result.tokens)
         return result
 
     def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:

@@ -281,7 +281,7 @@ class Handover:
         request.cached_tokens = first.cached_tokens
         if request.owes_prompt_logprobs:
             request.prompt_logprobs_next = request.prompt_len
-        reason = request.end_by_output() or first.finished
+        reason = first.finished or request.end_by_output()
         finished = [] if reason is None else [s.end(request, reason)]
         self.replies.append(
             s.output(

@@ -54,7 +54,8 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
         tokens.append(token)
         if result.logprobs is not None and (entry := result.logprobs[index]) is not None:
             logprobs[request.rid] = entry
-        if (reason := request.end_by_output()) is not None:
+        reason = "stop" if index in result.complete else request.end_by_output()
+        if reason is not None:
             s.handover.first(request, logprobs.get(request.rid), reason, now)
             finished.append(s.end(request, reason))
         # The newest token has no KV yet, so a page is full once there is one token more than it holds.

@@ -186,8 +186,11 @@ class Scheduler:
             num_tokens=count,
             prompt_tokens=request.prompt_len,
             cached_tokens=max(0, request.cached_tokens),
-            # A stop string, which the frontend finds, cuts the output; a stop token is the last one.
-            matched=request.tokens[-1] if reason == "stop" and num_tokens is None else None,
+            # A stop string, which the frontend finds, cuts the output; a stop token is the last one. Neither
+            # is there where a grammar is complete.
+            matched=request.tokens[-1]
+            if reason == "stop" and num_tokens is None and request.tokens[-1] in request.stop_ids
+            else None,
             message=message,
             versions=[
                 (v, start, min(end, count))

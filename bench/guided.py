@@ -1,0 +1,226 @@
+"""Measures guided output on a CPU: is it valid, how long do grammars take, and what does a step pay for it?
+
+With the bundled model, 200 random JSON schemas, whose strings and arrays are bounded, are answered in batches
+of 16; each reply is validated by jsonschema. Grammars are checked and compiled without the engine, as it does,
+and masks are computed along the replies, one row at a time. A timed step has 16 rows and no prompt: unguided,
+or guided by a schema whose replies do not end. Both take turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import jsonschema
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+import segue
+from bench import report
+from segue.api.guided import guided_options
+from segue.api.native import NativeSampling
+from segue.frontend.detokenizer import TokenTable
+from segue.guided import grammars
+from segue.guided.matchers import make_tokenizer
+from segue.messages.guided import GrammarSpec, Vocabulary
+
+NUM_SCHEMAS = 200
+BATCH = 16
+NUM_TOKENS = 96  # of the timed requests
+MAX_TOKENS = 1024  # of a schema's reply
+COMPILE_BAR_MS, STEP_BAR = 5.0, 1.3
+# A string that is longer than the timed requests, so that nothing ends early; most tokens are allowed.
+TIMED = {"type": "array", "items": {"type": "string", "minLength": 2000}, "minItems": 1}
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """Return the schema of an object with one to four properties, whose texts all have a bound."""
+    names = rng.sample(["name", "id", "tags", "size", "city", "kind", "notes", "parent", "größe", 'a "b"'], 4)
+    properties = {name: _random_value(rng, depth) for name in names[: rng.randint(1, 4)]}
+    required = [name for name in properties if rng.random() < 0.7]
+    schema: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    return schema | {"additionalProperties": False}
+
+
+def _random_value(rng: random.Random, depth: int) -> dict[str, Any]:
+    low = rng.randint(-50, 50)
+    scalars: list[dict[str, Any]] = [
+        {"type": "string", "minLength": rng.randint(0, 3), "maxLength": rng.randint(3, 30)},
+        {"enum": ["red", "green", 7, None, True][: rng.randint(1, 5)]},
+        {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 5000)},
+        {"type": "number", "minimum": low, "maximum": low + 10, "multipleOf": 0.25},
+        {"type": "boolean"},
+        {"type": "string", "format": rng.choice(["date", "uuid", "time"])},
+        {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,4}$"},
+        {"const": {"x": [1, "two"]}},
+        {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 8}]},
+    ]
+    if depth and rng.random() < 0.4:
+        least = rng.randint(0, 2)
+        items = _random_value(rng, depth - 1)
+        bounds = {"minItems": least, "maxItems": least + rng.randint(0, 2)}
+        return rng.choice([random_schema(rng, depth - 1), {"type": "array", "items": items, **bounds}])
+    return rng.choice(scalars)
+
+
+def prompt_of(schema: dict[str, Any]) -> str:
+    """Return a chat that asks for an instance of the schema."""
+    question = f"Answer with a JSON object that fits this schema: {json.dumps(schema)}"
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answer(engine: Any, schemas: list[dict[str, Any]], temperature: float) -> dict[str, Any]:
+    """Answer all schemas, and count what came of them; `ids` are those of each reply."""
+    ids, wrong, by_length = list[list[int]](), list[str](), 0
+    for at in range(0, len(schemas), BATCH):
+        part = schemas[at : at + BATCH]
+        params = [
+            {
+                "json_schema": schema,
+                "temperature": temperature,
+                "max_new_tokens": MAX_TOKENS,
+                "sampling_seed": at,
+            }
+            for schema in part
+        ]
+        for schema, reply in zip(part, engine.generate(list(map(prompt_of, part)), params), strict=True):
+            ids.append(reply["output_ids"])
+            by_length += reply["meta_info"]["finish_reason"]["type"] != "stop"
+            if not is_valid(reply["text"], schema):
+                wrong.append(f"{json.dumps(schema)} -> {reply['text']}")
+    return {"ids": ids, "wrong": wrong, "by_length": by_length}
+
+
+def is_valid(text: str, schema: dict[str, Any]) -> bool:
+    """Whether a text is JSON that fits the schema; formats count."""
+    try:
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, as the engine's workers get it."""
+    table = TokenTable.of(tokenizer.backend, tokenizer.special_ids, tokenizer.vocab_size)
+    return Vocabulary(
+        tokens=table.tokens, special_ids=sorted(table.special_ids), eos_ids=sorted(tokenizer.eos_ids)
+    )
+
+
+def time_grammars(
+    vocabulary: Vocabulary, schemas: list[dict[str, Any]], replies: list[list[int]]
+) -> dict[str, list[float]]:
+    """Return milliseconds of each check, each compilation and each mask, and what the vocabulary took."""
+    began = time.perf_counter()
+    tokenizer = make_tokenizer(vocabulary)
+    times: dict[str, list[float]] = {"vocabulary": [1e3 * (time.perf_counter() - began)]}
+    times |= {"check": [], "compile": [], "mask": []}
+    mask = allocate_token_bitmask(1, len(vocabulary.tokens))
+    for schema, ids in zip(schemas, replies, strict=True):
+        options = guided_options(NativeSampling(json_schema=schema), {})
+        spec: GrammarSpec = options["grammar"]
+        began = time.perf_counter()
+        grammars.check(spec)
+        times["check"].append(1e3 * (time.perf_counter() - began))
+        began = time.perf_counter()
+        matcher = LLMatcher(tokenizer, grammars.to_llguidance(spec), log_level=0)
+        times["compile"].append(1e3 * (time.perf_counter() - began))
+        for token in ids:
+            began = time.perf_counter()
+            fill_next_token_bitmask(matcher, mask)
+            matcher.consume_token(token)
+            times["mask"].append(1e3 * (time.perf_counter() - began))
+        assert not matcher.is_error(), matcher.get_error()
+    return times
+
+
+def step_ms(engine: Any, params: dict[str, Any]) -> float:
+    """Return the milliseconds of a decode step with a full batch, prompts left out."""
+    prompts = [f"Number {index}: " for index in range(BATCH)]
+    seconds = []
+    for count in (1, NUM_TOKENS + 1):
+        began = time.perf_counter()
+        replies = engine.generate(prompts, params | {"max_new_tokens": count})
+        seconds.append(time.perf_counter() - began)
+        assert all(len(reply["output_ids"]) == count for reply in replies)
+    return 1e3 * (seconds[1] - seconds[0]) / NUM_TOKENS
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Return the median, the 99th percentile and the largest of some values."""
+    found = np.quantile(values, [0.5, 0.99, 1.0]).tolist()
+    return dict(zip(("p50", "p99", "max"), (round(value, 3) for value in found), strict=True))
+
+
+def main() -> int:
+    """Run the benchmark; the exit code is 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="the model; by default the bundled one")
+    parser.add_argument("--schemas", type=int, default=NUM_SCHEMAS)
+    parser.add_argument("--repetitions", type=int, default=5)
+    args = parser.parse_args()
+    rng = random.Random(0)
+    schemas = [random_schema(rng) for _ in range(args.schemas)]
+    with segue.Engine(model=args.model, max_running_requests=BATCH, device="cpu", embedded=True) as engine:
+        vocabulary = vocabulary_of(engine.tokenizer)
+        outcomes = {str(temperature): answer(engine, schemas, temperature) for temperature in (0.0, 1.0)}
+        steps: dict[str, list[float]] = {"unguided": [], "guided": []}
+        sampled = {"temperature": 1.0, "sampling_seed": 1}
+        for repetition in range(args.repetitions + 1):
+            pair = (
+                step_ms(engine, sampled | {"ignore_eos": True}),
+                step_ms(engine, sampled | {"json_schema": TIMED}),
+            )
+            if repetition > 0:  # the first warms up
+                for values, ms in zip(steps.values(), pair, strict=True):
+                    values.append(round(ms, 2))
+    times = {
+        name: quantiles(ms) for name, ms in time_grammars(vocabulary, schemas, outcomes["0.0"]["ids"]).items()
+    }
+    medians = {name: statistics.median(values) for name, values in steps.items()}
+    ratio = medians["guided"] / medians["unguided"]
+    wrong = sum(len(outcome["wrong"]) for outcome in outcomes.values())
+    by_length = sum(outcome["by_length"] for outcome in outcomes.values())
+    for outcome in outcomes.values():
+        for text in outcome["wrong"][:5]:
+            print(text)
+    rows = [[name, *(f"{value:.2f}" for value in found.values())] for name, found in times.items()]
+    report.show(f"{args.schemas} schemas, ms", ["", "p50", "p99", "max"], rows)
+    report.show(
+        f"a step of {BATCH} rows, ms",
+        [*medians, "ratio", "bar"],
+        [[*(f"{ms:.1f}" for ms in medians.values()), f"{ratio:.2f}", f"{STEP_BAR}"]],
+    )
+    print(f"of {2 * args.schemas} replies {wrong} are not valid, and {by_length} did not end by themselves")
+    figures = {
+        "schemas": args.schemas,
+        "replies": {
+            name: {
+                "count": len(outcome["ids"]),
+                "not_valid": len(outcome["wrong"]),
+                "by_length": outcome["by_length"],
+                "tokens": sum(map(len, outcome["ids"])),
+            }
+            for name, outcome in outcomes.items()
+        },
+        "ms": times,
+        "compile_bar_ms": COMPILE_BAR_MS,
+        "step_ms": medians,
+        "step_ratio": round(ratio, 3),
+        "step_bar": STEP_BAR,
+        "repetitions": steps,
+    }
+    print(f"written to {report.save('guided', figures)}")
+    slow = max(times["check"]["p99"], times["compile"]["p99"]) > COMPILE_BAR_MS or ratio > STEP_BAR
+    return 1 if wrong or by_length or slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
