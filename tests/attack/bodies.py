@@ -118,6 +118,20 @@ def chat_as_many_messages_as_the_context_has_tokens(sizes: ServerSizes) -> Body:
 
 
 @worst
+def chat_tools_of_many_numbers(sizes: ServerSizes) -> Body:
+    one = b'{"type":"function","function":{"name":"f","parameters":{"a":%b}}}' % array(SLOW_FLOAT, 60_000)
+    return chat(sizes, tools=array(one, 200 * len(one)))
+
+
+@worst
+def chat_calls_with_large_arguments(sizes: ServerSizes) -> Body:
+    arguments = b'"{\\"a\\":%b}"' % array(b"[]", 260_000)
+    call = b'{"function":{"name":"f","arguments":%b}}' % arguments
+    one = b'{"role":"assistant","tool_calls":%b}' % array(call, 4 * len(call))
+    return chat(sizes, messages=array(one, 3 * len(one)))
+
+
+@worst
 def chat_messages_that_are_empty_objects(sizes: ServerSizes) -> Body:
     return chat(sizes, messages=array(b"{}"))
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.served import Served, serve
+from tests.server.live import LiveServer
 from tests.support.sensitive_model import write_sensitive_model
+from tests.support.tool_model import write_tool_model
 
 PROGRAMS = Path(__file__).with_name("programs")
 MODEL, KEY = "small", "a-key"
@@ -32,8 +34,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_a_client_gets_what_it_expects(
     served: Served, client_python: Callable[[str], Path], program: str
 ) -> None:
+    run(client_python("openai"), program, served.url)
+
+
+def test_langchain_takes_tool_calls(client_python: Callable[[str], Path], tmp_path: Path) -> None:
+    """Over a worker that repeats the prompt, which begins with what the model is to say."""
     python = client_python("openai")
-    command = [str(python), str(PROGRAMS / f"{program}.py"), served.url, MODEL, KEY]
+    with LiveServer(write_tool_model(tmp_path / MODEL), max_model_len=2048, api_key=KEY) as server:
+        run(python, "langchain_tools_client", server.url)
+
+
+def run(python: Path, program: str, url: str) -> None:
+    command = [str(python), str(PROGRAMS / f"{program}.py"), url, MODEL, KEY]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert result.stdout.endswith("all done\n")

@@ -130,6 +130,9 @@ def test_a_call_that_is_none_is_content(tool_server: LiveServer) -> None:
     cut = choice(tool_server, reply=CALL, max_tokens=40)
     assert cut["finish_reason"] == "length" and CALL.startswith(cut["message"]["content"])
     assert "tool_calls" not in cut["message"]
+    size = tool_server.client.post("/tokenize", json={"prompt": CALL}).json()["count"]
+    whole = choice(tool_server, reply=f"{CALL}\nSo it goes.", max_tokens=size + 4)
+    assert whole["finish_reason"] == "length" and len(whole["message"]["tool_calls"]) == 1
 
 
 @pytest.mark.slow

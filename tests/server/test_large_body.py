@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from segue.api.asks_nothing import FIELDS
 from segue.api.native import NativeGenerate, parse_call
+from segue.api.openai.chat_fields import MAX_TOOLS
 from segue.api.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,6 +33,7 @@ from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import json_pieces, large_body
 from segue.server.large_body import (
+    MAX_TOOL_BYTES,
     Shape,
     chat,
     chat_tokens,
@@ -260,6 +262,8 @@ def many(item: str, count: int) -> bytes:
     return ("[" + ",".join([item] * count) + "]").encode()
 
 
+TOOL = '{"type":"function","function":{"name":"f"}}'
+TOOL_OF_SIZE = b'[{"type":"function","function":{"name":"f","description":"%b"}}]'
 LARGE = 20_000  # items, more than one piece of each kind
 
 
@@ -291,6 +295,10 @@ LARGE = 20_000  # items, more than one piece of each kind
             b'[{"role":"user","content":' + many("{}", LARGE) + b"}]",
             r"messages\[0\].content",
         ),
+        (chat, "tools", many('{"a":"%s"}' % ("a" * 900), 40), r"tools\[0\].type: this field is required"),
+        (chat, "tools", many(TOOL, MAX_TOOLS + 1), f"at most {MAX_TOOLS}"),
+        (chat, "tools", TOOL_OF_SIZE % (b"a" * MAX_TOOL_BYTES), f"at most {MAX_TOOL_BYTES} are allowed"),
+        (chat, "tools", b'{"a":%b}' % many("1", LARGE), "tools: expected a list of functions"),
         (generate, "text", many("1", LARGE), "text: expected a string or a list of strings"),
         (generate, "input_ids", many('"a"', LARGE), "input_ids: expected a list of token ids"),
         (generate, "rid", many('"a"', LARGE), "at most 6"),
@@ -515,3 +523,15 @@ def test_prompts_become_compact_arrays() -> None:
     assert body == {"input_ids": Decoded([array("i", [1, 2]), array("i", [3])])}
     with pytest.raises(ContextLengthError):
         right(generate, b'{"input_ids": [[1, 2], %b]}' % many("1", LARGE))
+
+
+def test_schemas_and_grammars_may_be_large_and_have_a_bound() -> None:
+    schema = {"type": "object", "properties": {f"key{index}": {"type": "string"} for index in range(1500)}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": wanted}
+    assert parse_chat(decode(json.dumps(body).encode(), chat(MODEL))).response_format is not None
+    for shape in (generate(MODEL), token_generate(MODEL)):
+        params = {"json_schema": json.dumps(schema), "structured_outputs": {"json": schema}}
+        assert decode(json.dumps({"sampling_params": params}).encode(), shape)["sampling_params"] == params
+    with pytest.raises(InvalidRequestError, match="regex has 131075 bytes of JSON; at most 131072"):
+        decode(json.dumps({"regex": "a" * 131073}).encode(), chat(MODEL))

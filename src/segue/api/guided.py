@@ -71,6 +71,10 @@ class GuidedFields(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields
     json_schema: Schema | None = None
 
 
+# The names of all these fields, whose values may be large.
+FIELD_NAMES = frozenset(GuidedFields.__struct_fields__) - frozenset(TokenFields.__struct_fields__)
+
+
 def guided_options(body: SGLangFields | GuidedFields, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the sampling options of a body's fields, and how they are named in errors.
 

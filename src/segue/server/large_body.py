@@ -20,6 +20,7 @@ from msgspec import UNSET, Raw, UnsetType, structs
 from segue.api import native, tokenization
 from segue.api import token_generate as tokens
 from segue.api.asks_nothing import harmless, unsupported
+from segue.api.guided import FIELD_NAMES
 from segue.api.openai import requests as openai
 from segue.api.openai.chat_fields import MAX_TOOLS, Tool
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
@@ -27,6 +28,7 @@ from segue.api.vllm import MAX_ABORTED, UpdateInfo
 from segue.errors import InvalidRequestError, SegueError, short_repr
 from segue.frontend.sampling_options import MAX_STOPS, check_num_entries
 from segue.frontend.tokenizer import ServedModel, check_prompt_len
+from segue.guided.grammars import MAX_GRAMMAR_BYTES
 from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
@@ -36,10 +38,11 @@ MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
 MAX_OTHER = json_pieces.PIECE  # bytes of a value of any field that is not made for large ones
 
+MAX_GRAMMAR_JSON = 2 * MAX_GRAMMAR_BYTES  # bytes of a field that guides the output: escapes take more
 MAX_STRINGS = 1 << 18  # of a conversation, the names of its messages' fields included
 MAX_MESSAGES = MAX_STRINGS // 4
 MAX_BUCKETS = 1 << 15
-MAX_TOOLS_BYTES = json_pieces.AT_ONCE  # all schemas of a body together
+MAX_TOOL_BYTES = 1 << 16  # of one tool
 
 RULES = {  # what fields that may be large are, in words
     **openai.RULES,
@@ -70,7 +73,7 @@ NOTHING_ELSE = _NothingElse()
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
-_tool_list = msgspec.json.Decoder(list[Tool])
+_tool_list = msgspec.json.Decoder(list[Tool], float_hook=float)
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
 _sizes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]])
@@ -230,12 +233,21 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
         **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _option_ids),
         "stop": partial(_strings, "stop", MAX_STOPS),
+        **{name: partial(_grammar, name) for name in FIELD_NAMES},
     }
 
 
 def _option_ids(data: bytes) -> Decoded:
     """Decode a list of token ids that is an option."""
     return Decoded(json_pieces.token_ids(data, check_num_entries).tolist())
+
+
+def _grammar(param: str, data: bytes) -> Any:
+    """Decode a field with a schema or a grammar; the size bound keeps the call short."""
+    if len(data) > MAX_GRAMMAR_JSON:
+        text = f"{param} has {len(data)} bytes of JSON; at most {MAX_GRAMMAR_JSON} are allowed"
+        raise InvalidRequestError(text, param=param)
+    return msgspec.json.decode(data)
 
 
 def _params(most: int, data: bytes) -> Any:
@@ -263,12 +275,18 @@ def _conversation(data: bytes) -> Decoded:
 
 
 def _tools(data: bytes) -> Decoded:
-    """Decode ``tools``, whose schemas are decoded in one call."""
-    if len(data) > MAX_TOOLS_BYTES:
-        text = f"tools has {len(data)} bytes of JSON; at most {MAX_TOOLS_BYTES} are allowed"
-        raise InvalidRequestError(text, param="tools")
-    found = _structs("tools", _tool_list, MAX_TOOLS, data)
-    _check_count("tools", MAX_TOOLS, len(found))
+    """Decode ``tools``, one after the other."""
+    if not data.startswith(b"["):
+        raise MisfitError
+    found: list[Tool] = []
+    for index, (start, end) in enumerate(cut(data, MAX_TOOLS, "tools")):
+        if end - start > MAX_TOOL_BYTES:
+            text = f"tools[{index}] has {end - start} bytes of JSON; at most {MAX_TOOL_BYTES} are allowed"
+            raise InvalidRequestError(text, param=f"tools[{index}]")
+        try:
+            found += _tool_list.decode(b"[%b]" % data[start:end])
+        except msgspec.ValidationError as error:
+            raise misfit(error, "tools", openai.RULES, index) from None
     return Decoded(found)
 
 

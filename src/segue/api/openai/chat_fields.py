@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from segue.api.openai.requests import ChatCompletionRequest, ChatMessage
 
 MAX_TOOLS = 512
-MAX_ARGUMENTS_CHARS = 1 << 20  # of one call in the history
+MAX_ARGUMENTS_CHARS = 1 << 18  # of one call in the history: decoding takes at most 40 ms
+MAX_ALL_ARGUMENTS_CHARS = 1 << 21  # of all its calls
+_INLINE_CHARS = 1 << 14  # of arguments, behind which other requests get their turn
 # Arguments of a chat template that decide how it is used, and not what it says.
 RESERVED = frozenset(
     {
@@ -32,6 +35,8 @@ RESERVED = frozenset(
 RULES = {  # what fields of several types may be, for errors
     "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
 }
+# Floats of many digits take msgspec 10 µs each, and Python a tenth of that.
+_decode_object = msgspec.json.Decoder(dict[str, Any], float_hook=float).decode
 _BLOCK_CHARS = 40  # of an empty block of reasoning
 _NUM_LAST_TOKENS = 8  # of given token ids, in which a mark that ends the prompt is looked for
 
@@ -71,7 +76,7 @@ class CalledFunction(Struct, frozen=True):
     """The function of a call, and its arguments."""
 
     name: FunctionName
-    arguments: str | dict[str, Any] | None = None  # as JSON, as OpenAI's API has them, or as an object
+    arguments: str | None = None  # the JSON of an object
 
 
 class ToolCall(Struct, frozen=True):
@@ -204,34 +209,44 @@ def _rendered(tool: Tool) -> dict[str, Any]:
     }
 
 
-def calls_of(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
-    """Return the calls of the message ``where`` as templates take them: their arguments are objects.
+class History:
+    """Makes the calls in a conversation what templates take: their arguments become objects."""
 
-    Raises:
-        InvalidRequestError: arguments are not the JSON of an object, or too large.
-    """
-    return [
-        {
-            **({} if call.id is None else {"id": call.id}),
-            "type": "function",
-            "function": {
-                "name": call.function.name,
-                "arguments": _arguments(call, f"{where}.tool_calls[{index}].function.arguments"),
-            },
-        }
-        for index, call in enumerate(calls)
-    ]
+    def __init__(self) -> None:
+        self._num_chars = 0  # of arguments
+
+    async def calls_of(self, calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
+        """Return the calls of the message ``where``. Yields to the event loop behind large arguments.
+
+        Raises:
+            InvalidRequestError: arguments are not the JSON of an object, or too large.
+        """
+        found = []
+        for index, call in enumerate(calls):
+            given = call.function.arguments or "{}"
+            arguments = self._decoded(given, f"{where}.tool_calls[{index}].function.arguments")
+            function = {"name": call.function.name, "arguments": arguments}
+            ids = {} if call.id is None else {"id": call.id}
+            found.append({**ids, "type": "function", "function": function})
+            if len(given) > _INLINE_CHARS:
+                await asyncio.sleep(0)
+        return found
+
+    def _decoded(self, given: str, where: str) -> dict[str, Any]:
+        self._num_chars += len(given)
+        for count, most, which in (
+            (len(given), MAX_ARGUMENTS_CHARS, "it has"),
+            (self._num_chars, MAX_ALL_ARGUMENTS_CHARS, "with those of the calls before, it has"),
+        ):
+            if count > most:
+                text = f"{where}: {which} {count} characters; at most {most} are allowed"
+                raise InvalidRequestError(text, param=where)
+        return _object(given, where)
 
 
-def _arguments(call: ToolCall, where: str) -> dict[str, Any]:
-    given = call.function.arguments
-    if not isinstance(given, str):
-        return given or {}
-    if len(given) > MAX_ARGUMENTS_CHARS:
-        text = f"{where} has {len(given)} characters; at most {MAX_ARGUMENTS_CHARS} are allowed"
-        raise InvalidRequestError(text, param=where)
+def _object(given: str, where: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(given or "{}", type=dict[str, Any])
+        return _decode_object(given)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         text = f"{where}={short_repr(given)}: it must be the JSON of an object"
         raise InvalidRequestError(text, param=where) from None

@@ -394,7 +394,7 @@ async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     not set are left out, and arguments of tool calls become objects. Yields to the event loop now and then,
     as there may be many.
     """
-    rendered = []
+    rendered, history = [], chat_fields.History()
     for index, message in enumerate(messages):
         await turn(index)
         content = message.content
@@ -409,7 +409,7 @@ async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         optional = {"name": message.name, "tool_call_id": message.tool_call_id}
         given: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         if message.tool_calls:
-            given["tool_calls"] = chat_fields.calls_of(message.tool_calls, f"messages[{index}]")
+            given["tool_calls"] = await history.calls_of(message.tool_calls, f"messages[{index}]")
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             given |= dict.fromkeys(("reasoning_content", "reasoning"), reasoning)
         rendered.append({"role": role, "content": content, **given})
