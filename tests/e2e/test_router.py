@@ -67,6 +67,14 @@ def test_all_apis_give_what_an_engine_gives(engines: tuple[Served, Served]) -> N
             httpx.post(f"{base}/generate", json=body, timeout=30) for base in (engines[0].url, url)
         )
         assert routed.json()["output_ids"] == direct.json()["output_ids"]
+        body["sampling_params"] |= {"temperature": 1, "sampling_seed": 3, "n": 3}  # type: ignore[operator]
+        choices, routed_choices = (
+            [each["output_ids"] for each in httpx.post(f"{base}/generate", json=body, timeout=30).json()]
+            for base in (engines[0].url, url)
+        )
+        assert routed_choices == choices and len(set(map(tuple, choices))) == 3, (
+            "they draw by seed and number"
+        )
         texts = []
         for base in (engines[0].url, url):
             client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=30)

@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
     "completion": openai(COMPLETION),
     "completion, logprobs": openai(COMPLETION, logprobs=2, **USAGE),
     "completion, batch": openai(COMPLETION, prompt=["Hello", "How are you?"], **USAGE),
-    "completion, choices": openai(COMPLETION, prompt=["Hello", "Hi"], n=2, max_tokens=2, **USAGE),
+    "completion, choices": openai(COMPLETION, prompt=["Hello", "Hi"], n=2, max_tokens=6, **USAGE),
     "completion, greedy": openai(COMPLETION, temperature=0),
     "completion, echo and ids": openai(
         COMPLETION, echo=True, logprobs=1, return_token_ids=True, max_tokens=3
