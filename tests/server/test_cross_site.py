@@ -91,7 +91,7 @@ def test_only_these_routes_answer_get_without_an_admin_key_so_they_must_not_chan
         "/loads",
         "/metrics",
         "/openapi.json",
-        "/page/{file}",
+        "/page/{name:path}",
         "/ping",
         "/ready",
         "/redoc",

@@ -69,11 +69,11 @@ async def index(request: Request) -> Response:
     return _sent(request, files()[INDEX])
 
 
-@routes.get("/page/{file}", hidden=True)
-@partial(routes.add, "HEAD", "/page/{file}", hidden=True)
+@routes.get("/page/{name:path}", hidden=True)
+@partial(routes.add, "HEAD", "/page/{name:path}", hidden=True)
 async def file(request: Request) -> Response:
     """A file that the page needs."""
-    found = files().get(request.path_params["file"])
+    found = files().get(request.path_params["name"])
     if found is None or found.name == INDEX:
         raise RouteError(404, request)
     return _sent(request, found)

@@ -64,7 +64,7 @@ function life(status, log) {
   const steps = shown.map((state) => {
     const isNow = state === status.state;
     const time = isNow ? "now" : state in lasted ? seconds(lasted[state]) : "";
-    return el("li", { "aria-current": isNow ? "step" : null, class: state in lasted ? "past" : null }, el("span", { text: state.toUpperCase() }), el("small", { text: time }));
+    return el("li", { "aria-current": isNow ? "step" : null, class: state in lasted ? "past" : state }, el("span", { text: state.toUpperCase() }), el("small", { text: time }));
   });
   return card("Life", el("ol", { class: "life" }, ...steps), facts([
     ["started", status.started_at ? moment(status.started_at) : null],
