@@ -221,20 +221,27 @@ class Chunks:
         A choice begins with its role (chat only) or its prompt (where an echo is wanted), then comes text,
         and at the end the finish reason.
         """
-        data, parts = b"", self._parts
-        begins = index not in self._begun
+        data, begins = b"", index not in self._begun
         if begins:
             self._begun.add(index)
             data = self._openings.pop(index, b"") or self._opening(index)
-        fields = parts.of_output(output.token_ids)
-        if begins and not data:
-            fields |= parts.ids_of_prompt(index)
-        if output.text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
-            logprobs = encode(self._choices.logprobs(index, output))
-            data += self._chunk(index, self._dialect.delta(output.text), logprobs, fields=_members(fields))
+        if self._shows_tokens:
+            data += self._with_tokens(index, output, shows_prompt=begins and not data)
+        elif output.text:
+            data += self._chunk(index, self._dialect.delta(output.text))
         if output.end is not None:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(output.end.client_reason))
         return data
+
+    def _with_tokens(self, index: int, output: Output, *, shows_prompt: bool) -> bytes:
+        """Return the chunk for new output with its logprobs, its ids, and perhaps those of the prompt."""
+        fields = self._parts.of_output(output.token_ids)
+        if shows_prompt:
+            fields |= self._parts.ids_of_prompt(index)
+        if not output.token_ids and not output.text and "prompt_token_ids" not in fields:
+            return b""
+        logprobs = encode(self._choices.logprobs(index, output))
+        return self._chunk(index, self._dialect.delta(output.text), logprobs, fields=_members(fields))
 
     def is_due(self, index: int) -> bool:
         """Whether :meth:`of` would have long work with a prompt; :meth:`open` does it before."""
