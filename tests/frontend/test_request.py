@@ -9,6 +9,7 @@ from segue.errors import EngineDeadError, InvalidRequestError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import GenerateRequest, Generation, RequestState
 from segue.frontend.sampling_options import SamplingOptions
+from segue.frontend.signal import Signal
 from segue.messages.requests import Finished, FinishReason, SamplingParams, TokenLogprob
 
 WORDS = [b"zero", b"one ", b"two ", b"three ", b"\xe6", b"\x9d", b"\xb1", b"<end>"]
@@ -18,7 +19,7 @@ TABLE = TokenTable(WORDS, special_ids=(7,))
 def make(min_tokens: int = 0, logprobs: int = -1, **options: Any) -> RequestState:
     request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(**options))
     params = SamplingParams(max_new_tokens=100, min_new_tokens=min_tokens, logprobs=logprobs)
-    return RequestState(request, [1], params, TABLE, created=0.0, changed=asyncio.Event())
+    return RequestState(request, [1], params, TABLE, created=0.0, changed=Signal())
 
 
 def generation(*states: RequestState) -> Generation:
@@ -179,7 +180,7 @@ def test_what_the_client_has_already_is_part_of_the_result() -> None:
 def test_outputs_may_end_in_the_stop_token_which_is_not_text() -> None:
     request = GenerateRequest(rid="r", prompt=[1], options=SamplingOptions(stop=("two three",)))
     params = SamplingParams(max_new_tokens=100, stop_token_ids=(2,))
-    state = RequestState(request, [1], params, TABLE, created=0.0, changed=asyncio.Event())
+    state = RequestState(request, [1], params, TABLE, created=0.0, changed=Signal())
     state.prime([1, 2], [])
     state.finish(ended(2, "stop", matched=2))
     assert state.take().text == ""

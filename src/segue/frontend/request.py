@@ -13,6 +13,7 @@ from msgspec import structs
 from segue.errors import InvalidRequestError, SegueError
 from segue.frontend.detokenizer import Detokenizer, StopMatcher, TokenTable
 from segue.frontend.sampling_options import SamplingOptions
+from segue.frontend.signal import Signal
 from segue.frontend.thread_pool import turn
 from segue.messages.requests import Finished, Handoff, SamplingParams, TokenLogprob
 
@@ -89,7 +90,7 @@ class RequestState:
     params: SamplingParams
     table: InitVar[TokenTable]
     created: float  # by the monotonic clock
-    changed: asyncio.Event  # of its call; wakes the reader
+    changed: Signal  # of its call; wakes the reader
     batches: tuple[str, ...] = ()  # ids by which it is aborted with others of its call
     alias: str = ""  # another id by which it can be aborted, and which other requests may share; "": none
     rid: str = field(init=False)
@@ -257,7 +258,7 @@ class Generation:
         self.states: list[RequestState] = []  # of the requests that were sent, in their order
         self.aborted: dict[str, str | None] = {}  # rid -> message, of the requests that were aborted before
         self.encoding: asyncio.Future[Any] | None = None  # of the prompts, unless it is done at once
-        self.changed = asyncio.Event()  # a request has ended; while streaming, a token has arrived
+        self.changed = Signal()  # a request has ended; while streaming, a token has arrived
         self._num_requests = num_requests
         self._abort = abort
 

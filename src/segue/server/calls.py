@@ -33,8 +33,8 @@ from segue.server.responses import DONE, event, native_body, openai_body
 class Reply(Protocol):
     """The reply to a call while its requests run."""
 
-    async def prepare(self, index: int) -> None:
-        """Does long work for the next event of request ``index`` elsewhere, if there is any."""
+    def preparation(self, index: int) -> Awaitable[None] | None:
+        """Returns long work that must be done before the next event of request ``index``; mostly None."""
         ...
 
     def event(self, index: int, output: Output) -> bytes:
@@ -101,10 +101,9 @@ class OpenAIReply:
         """Returns the chunks for new output of a choice."""
         return self._chunks.of(index, output)
 
-    async def prepare(self, index: int) -> None:
+    def preparation(self, index: int) -> Awaitable[None] | None:
         """Makes the beginning of a choice in a thread if that takes long."""
-        if self._chunks.is_due(index):
-            await self._thread_pool.run(lambda: self._chunks.open(index))
+        return self._thread_pool.run(lambda: self._chunks.open(index)) if self._chunks.is_due(index) else None
 
     def last_event(self) -> bytes:
         """Returns the chunk with the usage, if asked for, and the end mark."""
@@ -143,8 +142,8 @@ class TokenReply:
         self._replies = TokenReplies(runtime.manager.table, wanted, generation)
         self._thread_pool = runtime.manager.thread_pool
 
-    async def prepare(self, index: int) -> None:
-        """Does nothing: no event begins with long work."""
+    def preparation(self, index: int) -> None:
+        """Returns None: no event begins with long work."""
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with new output."""
@@ -180,8 +179,8 @@ class NativeReply:
     def __init__(self, runtime: Runtime, call: NativeCall, generation: Generation) -> None:
         self._replies = NativeReplies(runtime.manager, call, generation)
 
-    async def prepare(self, index: int) -> None:
-        """Does nothing: no event begins with long work."""
+    def preparation(self, index: int) -> None:
+        """Returns None: no event begins with long work."""
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with the reply to a request so far."""

@@ -61,7 +61,8 @@ async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
     """Yields the events of a stream; the last one has the end mark, too."""
     num_running = len(generation.states)
     async for index, output in generation.updates():
-        await reply.prepare(index)
+        if (work := reply.preparation(index)) is not None:
+            await work
         data = reply.event(index, output)
         if output.end is not None:
             num_running -= 1

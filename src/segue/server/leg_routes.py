@@ -132,7 +132,8 @@ async def _stream(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
         if (before := stopped.pop(index, None)) is not None:
             output = before.joined(output)
         named = _named(index, output)
-        await reply.prepare(index)
+        if (work := reply.preparation(index)) is not None:
+            await work
         yield pack_frame(Data(reply.event(index, output), [named]))
     yield pack_frame(End(reply.last_event()))
 

@@ -257,29 +257,40 @@ class Chunks:
         A choice begins with its role (chat only) or its prompt (where an echo is wanted), then comes text,
         and at the end the finish reason.
         """
-        data, parts = b"", self._parts
-        begins = index not in self._begun
+        data, begins = b"", index not in self._begun
         if begins:
             self._begun.add(index)
             data = self._openings.pop(index, b"") or self._opening(index)
-        fields = parts.of_output(output.token_ids)
-        if begins and not data:
-            fields |= parts.ids_of_prompt(index)
         reason = None if output.end is None else output.end.client_reason
-        has_text = bool(output.text)
         if (message := self._messages[index]) is None:
-            delta = self._dialect.delta(output.text)
+            has_text = bool(output.text)
+            delta = self._dialect.delta(output.text) if has_text or self._shows_tokens else b""
         else:
             added = message.delta(output.text, is_last=reason is not None)
             has_text, delta = bool(added), encode(added)
             if reason is not None:
                 reason = self._choices.ended(index, reason, message.has_call, message.has_reasoned)
-        if has_text or (self._shows_tokens and output.token_ids) or "prompt_token_ids" in fields:
-            logprobs = encode(self._choices.logprobs(index, output))
-            data += self._chunk(index, delta, logprobs, fields=_members(fields))
+        if self._shows_tokens:
+            data += self._with_tokens(
+                index, output, delta, has_text=has_text, shows_prompt=begins and not data
+            )
+        elif has_text:
+            data += self._chunk(index, delta)
         if reason is not None:
             data += self._chunk(index, self._dialect.last_delta, reason=encode(reason))
         return data
+
+    def _with_tokens(
+        self, index: int, output: Output, delta: bytes, *, has_text: bool, shows_prompt: bool
+    ) -> bytes:
+        """Return the chunk for new output with its logprobs, its ids, and perhaps those of the prompt."""
+        fields = self._parts.of_output(output.token_ids)
+        if shows_prompt:
+            fields |= self._parts.ids_of_prompt(index)
+        if not output.token_ids and not has_text and "prompt_token_ids" not in fields:
+            return b""
+        logprobs = encode(self._choices.logprobs(index, output))
+        return self._chunk(index, delta, logprobs, fields=_members(fields))
 
     def is_due(self, index: int) -> bool:
         """Whether :meth:`of` would have long work with a prompt; :meth:`open` does it before."""
