@@ -13,7 +13,8 @@ from tests.support.fake_engine import assert_nothing_left
 @pytest.fixture(scope="session")
 def shared_engine() -> Iterator[segue.Engine]:
     options = {"dtype": "float32", "page_size": 16, "num_kv_tokens": 1024, "log_level": "warning"}
-    with segue.Engine(max_running_requests=4, **options) as engine:
+    # The start runs a step of the largest size, to see how much memory that takes.
+    with segue.Engine(max_running_requests=4, chunked_prefill_size=64, **options) as engine:
         yield engine
 
 

@@ -58,6 +58,7 @@ def test_workers_and_router_come_back_and_a_drain_lets_requests_end(
         assert cluster.process.wait(20) == 0
 
 
+@pytest.mark.slow  # `test_failover` has the same of a cluster with a shadow
 def test_ctrl_c_ends_all_of_it_within_seconds(
     tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
 ) -> None:

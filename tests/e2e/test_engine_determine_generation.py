@@ -22,7 +22,7 @@ PROMPTS = [
 COUNT = 12
 LOGPROBS = {"return_logprob": True}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "deterministic": {"deterministic": True},
+    "deterministic": {"deterministic": True, "chunked_prefill_size": 64},
     "small chunks and pages": {  # not batch-invariant: only tokens and texts must be equal
         "chunked_prefill_size": 4,
         "page_size": 4,

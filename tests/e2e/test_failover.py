@@ -44,15 +44,23 @@ def model_of(pod: PodProcess) -> str:
     return str(httpx.get(f"{pod.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
 
-@pytest.mark.timeout(300)  # engines start three times, beside all other tests
+@pytest.mark.timeout(300)  # engines start again and again, beside all other tests
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("workers", "engine"),  # the front alone: the next test but one
+        pytest.param(get_args(EnginePart), marks=pytest.mark.slow),
+    ],
+    ids=["workers, engine", "each part"],
+)
 def test_no_client_notices_more_than_a_pause_when_an_engine_is_killed(
-    pod: PodProcess, wait_until: WaitUntil
+    pod: PodProcess, wait_until: WaitUntil, parts: tuple[EnginePart, ...]
 ) -> None:
     requests = every_kind(model_of(pod), TOKENS)
     expected = ReplyGroup.send(pod.url, requests).end()
     assert not any(isinstance(each, str) for each in expected), expected
     first: dict[str, int] = {}
-    for part in get_args(EnginePart):
+    for part in parts:
         group, times = killed_under_load(pod, wait_until, part)
         for (path, body), reply, without_kill in zip(requests, group.end(), expected, strict=True):
             assert reply == without_kill, f"{part} killed; {path} {body}"

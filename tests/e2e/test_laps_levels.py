@@ -36,7 +36,14 @@ def expected(pairs: Pairs) -> list[Any]:
         return laps_levels.replies(url, 300)
 
 
-@pytest.mark.parametrize("levels", ALL[1:], ids=str)
+def combinations() -> Iterator[Any]:
+    """Yields the combinations. Graphs have no effect on a CPU: the short run has them in one combination."""
+    for levels in ALL[1:]:
+        is_redundant = levels.graphs and not (levels.scheduler and levels.groups)
+        yield pytest.param(levels, id=str(levels), marks=[pytest.mark.slow] if is_redundant else [])
+
+
+@pytest.mark.parametrize("levels", combinations())
 def test_every_combination_of_levels_gives_the_same_tokens(
     pairs: Pairs, expected: list[Any], levels: Levels
 ) -> None:
@@ -50,6 +57,7 @@ def test_every_combination_of_levels_gives_the_same_tokens(
         assert not levels.scheduler or sum(state["laps"]["picks"].values()) > 0
 
 
+@pytest.mark.slow  # the line itself: tests/model_runner/test_runner.py
 def test_one_line_says_that_graphs_have_no_effect_on_a_cpu(tiny_model: Path, tmp_path: Path) -> None:
     options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
     with (

@@ -200,7 +200,7 @@ def test_pause_in_the_middle_of_a_chunked_prefill(client: Client, whole: dict[st
     assert_whole(future.result(30), whole["long"])
 
 
-@each_gentle_mode
+@slow_in_place
 def test_a_request_that_arrives_while_paused_is_queued(
     client: Client, whole: dict[str, Any], mode: str
 ) -> None:
@@ -242,7 +242,7 @@ def test_abort_while_paused_works_for_running_and_waiting_requests(
         assert_whole(futures[rid].result(30), whole[rid])
 
 
-@each_gentle_mode
+@slow_in_place
 def test_abort_all_while_paused(client: Client, whole: dict[str, Any], mode: str) -> None:
     futures = start_all(client)
     client.pause(mode)
@@ -340,8 +340,16 @@ def test_a_second_abort_pause_aborts_requests_that_were_queued_in_between(client
     assert future.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-@each_gentle_mode
-@pytest.mark.parametrize("streams", [True, False], ids=["streaming", "waiting for the whole"])
+@pytest.mark.parametrize(
+    ("mode", "streams"),
+    [
+        ("retract", True),
+        ("in_place", False),
+        pytest.param("retract", False, marks=pytest.mark.slow),
+        pytest.param("in_place", True, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: {True: "streaming", False: "waiting for the whole"}.get(each, each),
+)
 def test_a_client_that_disconnects_while_paused_is_aborted_at_once(
     client: Client, mode: str, streams: bool
 ) -> None:

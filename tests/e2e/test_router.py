@@ -131,17 +131,6 @@ def test_a_client_that_leaves_ends_its_request_on_the_engine(engines: tuple[Serv
         until(url, "/workers", lambda answer: answer.json()["workers"][0]["in_flight"] == 0)
 
 
-def test_an_engine_that_is_killed_costs_no_request_that_had_not_begun(tiny_model: Path) -> None:
-    options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
-    body = {"text": "Once upon", "sampling_params": {"max_new_tokens": 8}}
-    with serve(*options) as first, serve(*options) as second, routing(first, second) as url:
-        for pid in (*first.workers(), first.process.pid):
-            os.kill(pid, signal.SIGKILL)
-        replies = [httpx.post(f"{url}/generate", json=body, timeout=30) for _ in range(6)]
-        assert [reply.status_code for reply in replies] == [200] * 6
-        until(url, "/health", lambda reply: reply.json() == {"status": "ok", "workers": 2, "serving": 1})
-
-
 def lines_of(
     url: str, body: dict[str, Any], after: int, then: Callable[[], None], path: str = "/v1/completions"
 ) -> list[str]:
@@ -164,38 +153,6 @@ def kill(engine: Served) -> None:
 def text_of(lines: list[str]) -> str:
     assert lines[-1] == "data: [DONE]", lines[-1]
     return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
-
-
-@pytest.mark.parametrize(
-    "roles", [("both", "both"), pytest.param(("prefill", "decode", "decode"), marks=pytest.mark.slow)]
-)  # `test_fleet_faults` kills engines of pairs
-def test_a_stream_goes_on_where_a_killed_engine_was(tiny_model: Path, roles: tuple[str, ...]) -> None:
-    options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
-    body = {
-        "model": "tiny",
-        "prompt": "Once upon a time",
-        "max_tokens": 480,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(serve(*options, "--role", role, "--disaggregation-bootstrap-port", "0"))
-            for role in roles
-        ]
-        url = stack.enter_context(routing(*engines))
-        body["model"] = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-        expected = text_of(lines_of(url, body, 0, lambda: None))
-
-        def kill_the_answering_one() -> None:
-            workers = httpx.get(f"{url}/workers", timeout=30).json()["workers"]
-            (answering,) = (each["url"] for each in workers if each["in_flight"])
-            kill(next(engine for engine in engines if engine.url == answering))
-
-        assert text_of(lines_of(url, body, 3, kill_the_answering_one)) == expected
-        metrics = httpx.get(f"{url}/metrics", timeout=30).text
-        assert "segue:router_resumes_total 1.0" in metrics
 
 
 def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> None:
@@ -231,3 +188,50 @@ def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> No
         assert changed.json()["success"] is True
         assert httpx.get(f"{engines[0].url}/weight_version").json() == {"weight_version": "7"}
         httpx.post(f"{url}/update_weight_version", json={"new_version": "0"}, timeout=20)
+
+
+# --- the last tests end engines that all share ---
+
+
+def test_an_engine_that_is_killed_costs_no_request_that_had_not_begun(engines: tuple[Served, Served]) -> None:
+    body = {"text": "Once upon", "sampling_params": {"max_new_tokens": 8}}
+    with routing(*engines) as url:
+        kill(engines[1])
+        replies = [httpx.post(f"{url}/generate", json=body, timeout=30) for _ in range(6)]
+        assert [reply.status_code for reply in replies] == [200] * 6
+        until(url, "/health", lambda reply: reply.json() == {"status": "ok", "workers": 2, "serving": 1})
+
+
+@pytest.mark.parametrize(
+    "roles", [("both", "both"), pytest.param(("prefill", "decode", "decode"), marks=pytest.mark.slow)]
+)  # `test_fleet_faults` kills engines of pairs
+def test_a_stream_goes_on_where_a_killed_engine_was(
+    tiny_model: Path, engines: tuple[Served, Served], roles: tuple[str, ...]
+) -> None:
+    options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
+    body = {
+        "model": "tiny",
+        "prompt": "Once upon a time",
+        "max_tokens": 480,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with ExitStack() as stack:
+        group = [engines[0]] if roles[0] == "both" else []
+        group += [
+            stack.enter_context(serve(*options, "--role", role, "--disaggregation-bootstrap-port", "0"))
+            for role in roles[len(group) :]
+        ]
+        url = stack.enter_context(routing(*group))
+        body["model"] = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        expected = text_of(lines_of(url, body, 0, lambda: None))
+
+        def kill_the_answering_one() -> None:
+            workers = httpx.get(f"{url}/workers", timeout=30).json()["workers"]
+            (answering,) = (each["url"] for each in workers if each["in_flight"])
+            kill(next(engine for engine in group if engine.url == answering))
+
+        assert text_of(lines_of(url, body, 3, kill_the_answering_one)) == expected
+        metrics = httpx.get(f"{url}/metrics", timeout=30).text
+        assert "segue:router_resumes_total 1.0" in metrics

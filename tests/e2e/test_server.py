@@ -33,7 +33,7 @@ ENDLESS = {
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with serve("--dtype", "float32") as served:
+    with serve("--dtype", "float32", "--chunked-prefill-size", "256") as served:
         yield served
 
 

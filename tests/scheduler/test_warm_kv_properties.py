@@ -231,6 +231,7 @@ SEEDED: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 TAKE_LONG = (
+    publishes_at_the_launch,
     keeps_hidden_pages,
     keeps_what_a_commit_forgets,
     does_not_rename_the_memory,

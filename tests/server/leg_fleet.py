@@ -135,6 +135,15 @@ def in_whole(case: Case) -> Case:
 
 # --- cuts ---
 
+some_cuts = pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["every third cut", "every cut"]
+)
+
+
+def cuts(told: list[Frame], every: int) -> range:
+    """Returns how many frames come before each cut, one of ``every``. The first depends on the reply."""
+    return range(len(payload(told)) % every, len(told), every)
+
 
 def tokens(outputs: list[LegOutput]) -> list[tuple[int, bytes, bytes, bool]]:
     """Returns what outputs name; each engine has a cache of its own, so their ends are not compared."""
@@ -142,11 +151,15 @@ def tokens(outputs: list[LegOutput]) -> list[tuple[int, bytes, bytes, bool]]:
 
 
 def check_each_cut(
-    told: list[Frame], leg: Callable[..., Leg], server: LiveServer, says: Callable[[bytes], Any]
+    told: list[Frame],
+    leg: Callable[..., Leg],
+    server: LiveServer,
+    says: Callable[[bytes], Any],
+    every: int = 1,
 ) -> None:
-    """Asserts that a leg behind any of these frames gives what they do not."""
+    """Asserts that a leg behind any of these frames, or one of ``every``, gives what they do not."""
     assert isinstance(told[-1], End)
-    for count in range(len(told)):
+    for count in cuts(told, every):
         before = told[:count]
         after = frames(server, leg(outputs=named(before)))
         assert isinstance(after[-1], End)

@@ -242,8 +242,9 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("bodies", "check", "shape"), FAMILIES, ids=NAMES_OF_FAMILIES)
-def test_pieces_and_the_whole_are_the_same(bodies: Any, check: Any, shape: Any) -> None:
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.slow)])
+def test_pieces_and_the_whole_are_the_same(bodies: Any, check: Any, shape: Any, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies, indent=st.sampled_from([None, 1]), escape=st.booleans())
     def compare(body: dict[str, Any], indent: int | None, escape: bool) -> None:
         data = json.dumps(body, indent=indent, ensure_ascii=escape).encode("utf-8", "replace")

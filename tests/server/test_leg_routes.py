@@ -17,11 +17,13 @@ from tests.server.leg_fleet import (
     Case,
     Fleet,
     check_each_cut,
+    cuts,
     each_case,
     in_stream,
     in_whole,
     native,
     openai,
+    some_cuts,
 )
 from tests.server.legs import frames, leg_of, named, payload, stream, whole_body
 
@@ -29,10 +31,11 @@ decode_end = msgspec.msgpack.Decoder(Finished).decode
 
 
 @each_case
-def test_a_stream_goes_on_at_another_engine_behind_any_frame(fleet: Fleet, case: Case) -> None:
+@some_cuts
+def test_a_stream_goes_on_at_another_engine_behind_any_frame(fleet: Fleet, case: Case, every: int) -> None:
     path, body = in_stream(case)
     told = frames(fleet.one, leg_of(path, body))
-    check_each_cut(told, lambda **more: leg_of(path, body, **more), fleet.two, stream)
+    check_each_cut(told, lambda **more: leg_of(path, body, **more), fleet.two, stream, every)
 
 
 def test_a_stream_is_cut_twice(fleet: Fleet) -> None:
@@ -71,14 +74,15 @@ def test_a_client_s_stream_says_what_a_leg_s_does(fleet: Fleet) -> None:
 
 
 @each_case
+@some_cuts
 def test_a_whole_reply_goes_on_at_another_engine(
-    fleet: Fleet, case: Case, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, case: Case, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leg_routes, "NAME_EVERY_S", 0.001)
     path, body = in_whole(case)
     told = frames(fleet.one, leg_of(path, body))
     assert len(told) > 2 or not {"logprob_start_len", "echo"}.isdisjoint(body)
-    for count in range(len(told)):
+    for count in cuts(told, every):
         after = frames(fleet.two, leg_of(path, body, outputs=named(told[:count])))
         assert whole_body(after) == whole_body(told), f"cut behind frame {count}"
 

@@ -78,7 +78,7 @@ def doubled(leaf: bytes, times: int = 60, first: int = 0) -> bytes:
 
 
 MIB = 1 << 20
-MANY = 200_000
+MANY = 100_000
 SAVED = saved(torch.zeros(MIB // 4))
 SMALL = saved(torch.zeros(1))
 REST = value(0) + b"))\x89N"  # of a view: offset, size, stride, requires_grad, hooks
