@@ -51,7 +51,9 @@ class FakeHub:
         self.patterns: list[str] = []
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def download(self, model: str, *, allow_patterns: list[str]) -> str:
+    def download(self, model: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("it is not here")
         self.patterns = allow_patterns
         if isinstance(self.answer, Exception):
             raise self.answer
