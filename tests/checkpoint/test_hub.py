@@ -57,7 +57,16 @@ class FakeHub:
         self.revision: str | None = None
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def download(self, model: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+    def download(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        allow_patterns: list[str],
+        local_files_only: bool = False,
+    ) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("it is not here")
         self.patterns, self.revision = allow_patterns, revision
         if isinstance(self.answer, Exception):
             raise self.answer

@@ -50,7 +50,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Returns the configurations that `segue serve` was started with; no server runs."""
     configs: list[EngineConfig] = []
 
-    async def serve(config: EngineConfig, listener: socket.socket, *_: Any) -> int:
+    async def serve(config: EngineConfig, listener: socket.socket, *_: Any, **__: Any) -> int:
         listener.close()
         configs.append(config)
         return 0

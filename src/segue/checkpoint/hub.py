@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from segue.checkpoint.model_files import current, raise_if_cancelled
 from segue.errors import ModelFileError
-from segue.logs import writes_json
+from segue.logs import logger, writes_json
 
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _QUANTIZATION = re.compile(r"[A-Za-z0-9_]+")
@@ -88,6 +89,8 @@ def fetch(model: str, *, weights: bool, revision: str | None = None, again: bool
         disable_progress_bars()
     if current.get().is_cancelled is not None:  # a weight update, which can be discarded meanwhile
         return _files_of(wanted, _fetch_in_child(wanted.repository, patterns), given)
+    if again or cached(model, revision, weights=weights) is None:
+        logger.info("fetching %s from the Hugging Face hub", model)
     try:
         found = huggingface_hub.snapshot_download(wanted.repository, allow_patterns=patterns, **given)
     except RevisionNotFoundError as error:
@@ -116,7 +119,7 @@ def fetch(model: str, *, weights: bool, revision: str | None = None, again: bool
     return _files_of(wanted, Path(found), given)
 
 
-def cached(model: str, revision: str | None = None) -> Path | None:
+def cached(model: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
     """Return what :func:`fetch` would, from the local cache alone; None if it is not there completely."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -126,9 +129,9 @@ def cached(model: str, revision: str | None = None) -> Path | None:
     given: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         found = huggingface_hub.snapshot_download(
-            wanted.repository, allow_patterns=wanted.patterns(), local_files_only=True, **given
+            wanted.repository, allow_patterns=wanted.patterns(weights=weights), local_files_only=True, **given
         )
-        return _files_of(wanted, Path(found), given)
+        return _files_of(wanted, Path(found), given, asks=False)
     except (LocalEntryNotFoundError, ModelFileError):
         return None
 
@@ -171,8 +174,10 @@ def _fetch_in_child(model: str, patterns: list[str]) -> Path:
     return Path(output.splitlines()[-1])
 
 
-def _files_of(wanted: HubId, directory: Path, given: dict[str, Any]) -> Path:
+def _files_of(wanted: HubId, directory: Path, given: dict[str, Any], *, asks: bool = True) -> Path:
     """Return the fetched directory or, for a quantization, the one GGUF file in it.
+
+    ``asks``: for a clearer error, the hub may be asked which files there are.
 
     Raises:
         ModelFileError: there is no such file, or several; or the directory is no model.
@@ -180,7 +185,7 @@ def _files_of(wanted: HubId, directory: Path, given: dict[str, Any]) -> Path:
     if wanted.quantization is None:
         if (directory / "config.json").exists():
             return directory
-        names = _gguf_names(wanted, directory, given)
+        names = _gguf_names(wanted, directory, given, asks)
         if not names:
             return directory  # whoever opens it says what is missing
         raise ModelFileError(
@@ -200,21 +205,21 @@ def _files_of(wanted: HubId, directory: Path, given: dict[str, Any]) -> Path:
             f"model {str(wanted)!r} could be any of {', '.join(path.name for path in found)} in {directory}; "
             "give the path of one of them"
         )
-    names = _gguf_names(wanted, directory, given)
+    names = _gguf_names(wanted, directory, given, asks)
     raise ModelFileError(
         f"model {wanted.repository!r} has no GGUF file of quantization {wanted.quantization!r}; it has "
         + (", ".join(names) or "none at all")
     )
 
 
-def _gguf_names(wanted: HubId, directory: Path, given: dict[str, Any]) -> list[str]:
-    """Return the names of a repository's GGUF files; of those that are here, if the hub cannot be asked."""
+def _gguf_names(wanted: HubId, directory: Path, given: dict[str, Any], asks: bool) -> list[str]:
+    """Return the names of a repository's GGUF files; of those that are here, if the hub is not asked."""
     import huggingface_hub
 
-    try:
-        names = huggingface_hub.list_repo_files(wanted.repository, revision=given.get("revision"))
-    except Exception:  # of any kind: the names only make an error clearer
-        names = [str(path.relative_to(directory)) for path in directory.rglob("*.gguf")]
+    names = [str(path.relative_to(directory)) for path in directory.rglob("*.gguf")]
+    if asks:
+        with suppress(Exception):  # of any kind: the names only make an error clearer
+            names = huggingface_hub.list_repo_files(wanted.repository, revision=given.get("revision"))
     return sorted(name for name in names if name.endswith(".gguf"))
 
 

@@ -15,6 +15,7 @@ from segue.checkpoint.safetensors import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
+from segue.logs import writes_json
 from segue.memory.arena import Arena, Layout, TensorSpec, bind
 from segue.memory.rank_memory import RankMemory
 from segue.memory.tensor_ops import are_finite
@@ -33,11 +34,13 @@ def load_weights(
     progress: bool | None = None,
     *,
     seed: int = 0,
+    on_bytes: Callable[[int, int], None] | None = None,
 ) -> Arena:
     """Fill an arena of `memory` with this rank's shard of the weights, and bind `model` to it.
 
     `model` is on `meta` before. A GGUF file is converted to `dtype`; all values are cast to the parameters'
-    dtype. With `progress` None, rank 0 shows a progress bar on a terminal. `seed` is for dummy weights.
+    dtype. With `progress` None, rank 0 shows a progress bar on a terminal, unless lines of the log are
+    JSON, or `on_bytes` is called with the bytes so far and in all. `seed` is for dummy weights.
 
     Raises:
         ModelFileError: a file or tensor is missing, truncated, corrupt or of the wrong shape, or has values
@@ -51,14 +54,19 @@ def load_weights(
         for name, parameter in model.named_parameters()
     ]
     assert {spec.name: spec.shape for spec in specs} == weight_map.parameters, "model and weight map disagree"
-    show = progress if progress is not None else tp.is_first and sys.stderr.isatty()
+    may_show = sys.stderr.isatty() and not writes_json() and on_bytes is None
+    show = progress if progress is not None else tp.is_first and may_show
 
     def fill(take: Callable[[], Arena]) -> None:
         """Check the files, then write all of the arena that `take` returns, gaps and padding too."""
         total = sum(spec.num_bytes for spec in specs)
+        done = 0
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not show) as bar:
             for num_bytes in read_weights(source, weight_map, take, dtype, seed=seed, progress=show):
                 bar.update(num_bytes)
+                done += num_bytes
+                if on_bytes is not None:
+                    on_bytes(done, total)
         arena = take()
         arena.zero_gaps()
         for parameter, box in weight_map.padding.items():

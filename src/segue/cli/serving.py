@@ -18,6 +18,7 @@ from rich.table import Table
 
 from segue.cli.flags import join_lists, setting, with_options
 from segue.cli.reporting import errors_in_red
+from segue.cli.start_view import start_view
 from segue.config import MOST_SHADOWS, EngineConfig
 from segue.listener import bind
 from segue.logs import configure
@@ -63,7 +64,8 @@ def serve(
 
     configure(config.log_level, config.log_format)
     listener = bind(config.host, config.port)
-    sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready)))
+    with start_view(config.log_format) as on_start:
+        sys.exit(uvloop.run(lifecycle.serve(config, listener, _print_ready, on_start=on_start)))
 
 
 @with_options(RouterConfig)

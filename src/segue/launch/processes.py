@@ -85,10 +85,19 @@ class WorkerProcesses:
     """One process per rank. It ends when its standard input closes, and is killed when this one dies."""
 
     def __init__(
-        self, config: EngineConfig, run_dir: RunDir, command: Sequence[str] = WORKER_COMMAND
+        self,
+        config: EngineConfig,
+        run_dir: RunDir,
+        command: Sequence[str] = WORKER_COMMAND,
+        *,
+        shows_start: bool = False,
     ) -> None:
-        """Choose the sockets' addresses in ``run_dir``; ``command`` is the command line of a worker."""
+        """Choose the sockets' addresses in ``run_dir``; ``command`` is the command line of a worker.
+
+        ``shows_start``: this process shows how the start gets on, so that workers need not.
+        """
         self._config = config
+        self._shows_start = shows_start
         self._run_dir = run_dir
         self._command = list(command)
         self.addresses = (f"ipc://{run_dir.path}/to_scheduler", f"ipc://{run_dir.path}/to_frontend")
@@ -161,6 +170,7 @@ class WorkerProcesses:
             "size": self._config.tp,
             "run_dir": str(self._run_dir.path),
             "parent": os.getpid(),
+            "shows_start": self._shows_start,
         }
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # the worker has ended, and its watcher reports that

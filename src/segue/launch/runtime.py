@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -92,11 +92,13 @@ class Runtime:
         embedded: bool,
         command: Sequence[str],
         life: Life | None = None,
+        on_start: Callable[[StartStep | None], None] | None = None,
     ) -> None:
         """Open the sockets to the workers, which :meth:`start` then starts.
 
         ``life`` is the engine's, if somebody else wants to know it from the beginning. ``embedded`` runs the
-        scheduler in this process, and ``command`` starts a worker process.
+        scheduler in this process, and ``command`` starts a worker process. ``on_start`` is called with each
+        step of rank 0's start when it begins, and while it loads weights; at last with None.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -124,10 +126,12 @@ class Runtime:
         if embedded:
             self._workers = EmbeddedScheduler(config, run_dir, self._context)
         else:
-            self._workers = WorkerProcesses(config, run_dir, command)
+            shows_start = on_start is not None
+            self._workers = WorkerProcesses(config, run_dir, command, shows_start=shows_start)
         self._channel = Channel(self._context, *self._workers.addresses, self._receive, self._on_error)
         self._early: list[SchedulerMessage] = []  # that came before there was a manager
         self._channel.on_output = self._early.append
+        self._on_start = on_start
         self._ranks = RankCalls(config.tp, self._channel.send)
         self._loop = loop
 
@@ -139,10 +143,12 @@ class Runtime:
         embedded: bool = False,
         command: Sequence[str] = WORKER_COMMAND,
         life: Life | None = None,
+        on_start: Callable[[StartStep | None], None] | None = None,
     ) -> Runtime:
         """Resolve the model, start the workers, and wait until they are ready: then the engine stands by.
 
-        It serves once it was woken by :meth:`begin_wake`, :meth:`wake_ranks` and :meth:`activate`.
+        ``on_start`` is told how the start gets on, and shows it. The engine serves once it was woken by
+        :meth:`begin_wake`, :meth:`wake_ranks` and :meth:`activate`.
 
         Raises:
             SegueError: the model's files are wrong, or a worker could not start.
@@ -153,7 +159,7 @@ class Runtime:
         check_options(config, embedded=embedded)
         source = await in_thread(partial(find_model, config))
         check_tp_size(source.config, config.tp)
-        runtime = cls(config, source, embedded=embedded, command=command, life=life)
+        runtime = cls(config, source, embedded=embedded, command=command, life=life, on_start=on_start)
         try:
             runtime._workers.start(runtime._on_exit)
             if config.live_during_init == "progress":
@@ -412,6 +418,8 @@ class Runtime:
         """Take what a worker says of itself; the tokenizer manager takes all other messages."""
         match message:
             case Ready() if not self._ready.done():
+                if self._on_start is not None:
+                    self._on_start(None)
                 self._ready.set_result(message)
             case StartFailed():
                 self._fail_start(error_of(message.kind, message.message))
@@ -420,6 +428,8 @@ class Runtime:
                 self._note_owner(message)
             case StartStep():
                 self.life.note_progress()
+                if self._on_start is not None and message.rank == 0:
+                    self._on_start(message)
             case RankAnswer():
                 self._ranks.take(message)
             case Ready() | Heartbeat():  # a second one, or one from before the engine is watched

@@ -142,10 +142,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
 
 
 class StartStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Reports that a rank has ended a step of its start."""
+    """Reports the step of its start that a rank takes now, and the bytes of weights that it has loaded."""
 
     rank: int
     step: str
+    number: int  # of the step, from 1
+    num_steps: int
+    num_bytes: int = 0
+    total_bytes: int = 0  # 0: not known
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

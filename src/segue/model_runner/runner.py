@@ -38,6 +38,8 @@ class ModelRunner:
         tp: TPInfo,
         run_dir: Path,
         report: Callable[[InitStep, int], None],
+        begin: Callable[[str, int], None] = lambda name, num_steps: None,
+        on_bytes: Callable[[int, int], None] | None = None,
     ) -> None:
         """Take the steps of `Startup`, each timed and reported.
 
@@ -47,19 +49,22 @@ class ModelRunner:
             tp: this rank.
             run_dir: a directory for the rendezvous of all ranks.
             report: called after each step, in order, with the number of all steps.
+            begin: called before each step with its name and the number of all steps.
+            on_bytes: called while weights are loaded, with the bytes so far and in all; then nothing else
+                shows this progress.
 
         Raises:
             SegueError: a problem that the user can solve, with device, sizes, memory or model files.
         """
-        self._startup = made = Startup(config, source, tp, run_dir)
+        self._startup = made = Startup(config, source, tp, run_dir, on_bytes=on_bytes)
         first, *rest = steps = made.steps()
-        _run_steps([first], len(steps), report)  # chooses the device, whose stream runs the others
+        _run_steps([first], len(steps), begin, report)  # chooses the device, whose stream runs the others
         self.tp = tp
         self.device, self.dtype = made.resolved.device, made.resolved.dtype
         self._stream = make_stream(self.device)
         # On the stream of the steps: if two threads ran parallel operations, GNU's OpenMP would count more
         # threads than cores and never let a thread spin while it waits (a step would take twice as long).
-        self._stream.submit(partial(_run_steps, rest, len(steps), report)).result()
+        self._stream.submit(partial(_run_steps, rest, len(steps), begin, report)).result()
         self._executor = made.executor
         self._last_step_at = float("-inf")  # when a step was submitted
         self._recent: dict[int, ForwardOutput] = {}  # the last NUM_RECENT steps
@@ -158,13 +163,17 @@ class ModelRunner:
 
 
 def _run_steps(
-    steps: list[tuple[str, Callable[[], Made]]], num_steps: int, report: Callable[[InitStep, int], None]
+    steps: list[tuple[str, Callable[[], Made]]],
+    num_steps: int,
+    begin: Callable[[str, int], None],
+    report: Callable[[InitStep, int], None],
 ) -> None:
     """Run steps of the start in order, and report each with its seconds, its bytes and what it says.
 
     `num_steps` counts all steps of the start, which are run in two parts, for the reports.
     """
     for name, step in steps:
+        begin(name, num_steps)
         started = time.monotonic()
         num_bytes, detail = step()
         report(InitStep(name, time.monotonic() - started, num_bytes, detail), num_steps)

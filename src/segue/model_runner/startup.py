@@ -72,6 +72,7 @@ class Startup:
     run_dir: Path  # for the rendezvous of all ranks
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
     matchers: Matchers | None = None  # of guided requests
+    on_bytes: Callable[[int, int], None] | None = None  # while weights are loaded: bytes so far and in all
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -172,7 +173,14 @@ class Startup:
             deterministic=resolved.deterministic,
         )
         self.arena = load_weights(
-            self.model, source.config, source, self.tp, self.memory, resolved.dtype, seed=config.seed
+            self.model,
+            source.config,
+            source,
+            self.tp,
+            self.memory,
+            resolved.dtype,
+            seed=config.seed,
+            on_bytes=self.on_bytes,
         )
         self._derived = self.model.build_derived()
         if self._on_cpu:

@@ -16,6 +16,7 @@ from segue.host import freeze_heap
 from segue.launch.processes import WORKER_COMMAND
 from segue.launch.runtime import Runtime
 from segue.logs import logger
+from segue.messages.control import StartStep
 from segue.server.cohort import CohortMember, directory_of
 from segue.server.connections import raise_descriptor_limit
 from segue.server.endpoint import EngineEndpoint
@@ -53,10 +54,12 @@ async def serve(
     listener: socket.socket,
     on_ready: Callable[[Runtime, str], None],
     command: Sequence[str] = WORKER_COMMAND,
+    on_start: Callable[[StartStep | None], None] | None = None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code: 0 after a signal or hand-over.
 
     ``on_ready`` is called with the engine and the server's URL, and ``command`` starts a worker process.
+    ``on_start`` shows how the start gets on; without it, workers log that.
 
     While the model loads, requests are answered 503; with ``--shadow-mode`` the API port refuses connections
     until the engine serves. SIGTERM first lets running requests end, for at most ``--drain-s`` seconds,
@@ -78,7 +81,9 @@ async def serve(
     if membership is None:
         endpoint.listen()
     stop, at_once = on_signals()
-    starting = asyncio.create_task(Runtime.start(config, command=command, life=engine.life))
+    starting = asyncio.create_task(
+        Runtime.start(config, command=command, life=engine.life, on_start=on_start)
+    )
     stopping = asyncio.create_task(stop.wait())
     try:
         await first_of(starting, stopping, endpoint.closed)

@@ -27,7 +27,7 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
 from segue.logs import configure, logger
 from segue.memory.releasable import ReleasableMemory
-from segue.messages.control import InitStep, Ready, StartFailed, StartStep
+from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.kv import RankAddress, RankJoined
 from segue.messages.steps import RankEvent
 from segue.messages.weight_update import WeightsChanged
@@ -41,6 +41,7 @@ from segue.worker.kv_mover import make_mover
 from segue.worker.loop import SchedulerLoop
 from segue.worker.profiling import RankProfiler
 from segue.worker.released_memory import ReleasedMemory
+from segue.worker.start_reports import StartReports
 from segue.worker.warm_kv import make_warm_kv
 
 # How long an idle loop polls before it sleeps, if the model runs on a GPU and so leaves cores free; a wake-up
@@ -56,13 +57,15 @@ def run_scheduler(
     *,
     size: int = 1,
     embedded: bool = False,
+    shows_start: bool = False,
     turn: Turn | None = None,
 ) -> None:
     """Rank 0: start the engine and serve until ``Shutdown``.
 
     ``addresses`` are those of the frontend's messages and of the answers; ``size`` is the number of ranks.
     ``embedded`` means that the loop runs in the frontend's process, whose heap and cores it must leave alone.
-    Errors of the start are sent to the frontend as ``StartFailed``; later errors are raised.
+    ``shows_start``: the frontend shows how the start gets on. Errors of the start are sent to the frontend
+    as ``StartFailed``; later errors are raised.
     """
     inbox = open_socket(context, zmq.PULL, addresses[0], bind=True)
     outbox = open_socket(context, zmq.PUSH, addresses[1])
@@ -72,7 +75,7 @@ def run_scheduler(
     events = open_socket(context, zmq.PULL, _event_address(run_dir), bind=True)
     sender = EventSender(context, run_dir)
     try:
-        started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox)
+        started = start_runner(config, TPInfo(rank=0, size=size), run_dir, outbox, shows_start=shows_start)
         if started is None:
             return
         runner, steps = started
@@ -140,27 +143,19 @@ def open_socket(
 
 
 def start_runner(
-    config: EngineConfig, tp: TPInfo, run_dir: Path, outbox: zmq.Socket[bytes]
+    config: EngineConfig, tp: TPInfo, run_dir: Path, outbox: zmq.Socket[bytes], *, shows_start: bool = False
 ) -> tuple[ModelRunner, list[InitStep]] | None:
     """Initialise a rank's runner; returns it with the steps it took.
 
-    If that fails, sends the reason to the frontend and returns None.
+    ``shows_start``: the frontend shows the steps. If one fails, sends the reason to the frontend, and
+    returns None.
     """
-    steps: list[InitStep] = []
-
-    def report(step: InitStep, num_steps: int) -> None:
-        """Log a step of the start that has ended, and keep it for the result."""
-        steps.append(step)
-        size = f", {step.num_bytes / 2**20:.0f} MiB" if step.num_bytes else ""
-        detail = f" ({step.detail})" if step.detail else ""
-        outbox.send(msgspec.msgpack.encode(StartStep(tp.rank, step.name)))
-        logger.info(
-            "start %2d/%d %s: %.2f s%s%s", len(steps), num_steps, step.name, step.seconds, size, detail
-        )
-
+    reports = StartReports(tp.rank, outbox, is_shown=shows_start)
     try:
         source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
-        return ModelRunner(config, source, tp, run_dir, report), steps
+        on_bytes = reports.loaded if shows_start else None
+        runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes)
+        return runner, reports.steps
     except Exception as error:
         if not isinstance(error, SegueError):
             logger.exception("rank %d could not start", tp.rank)
@@ -222,7 +217,14 @@ class EventSender:
 
 
 def _run_follower(
-    config: EngineConfig, tp: TPInfo, run_dir: Path, address: str, context: zmq.Context[Any], turn: Turn
+    config: EngineConfig,
+    tp: TPInfo,
+    run_dir: Path,
+    address: str,
+    context: zmq.Context[Any],
+    turn: Turn,
+    *,
+    shows_start: bool,
 ) -> None:
     """Any rank but 0: start the runner and follow rank 0's plans, for ever.
 
@@ -230,7 +232,7 @@ def _run_follower(
     """
     messages = open_socket(context, zmq.PULL, _plan_address(run_dir, tp.rank))
     outbox = open_socket(context, zmq.PUSH, address)
-    started = start_runner(config, tp, run_dir, outbox)
+    started = start_runner(config, tp, run_dir, outbox, shows_start=shows_start)
     outbox.close(linger=500)
     if started is not None:
         freeze_heap()
@@ -281,14 +283,17 @@ def main() -> None:
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     configure(config.log_level, config.log_format, rank=tp.rank if tp.size > 1 else None)
+    shows_start = spec["shows_start"]
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")
     context: zmq.Context[Any] = zmq.Context()
     try:
         with send_heartbeats(context, addresses[1], tp.rank, config.ping_s) as turn:
             if tp.rank == 0:
-                run_scheduler(config, run_dir, addresses, context, size=tp.size, turn=turn)
+                run_scheduler(
+                    config, run_dir, addresses, context, size=tp.size, shows_start=shows_start, turn=turn
+                )
             else:
-                _run_follower(config, tp, run_dir, addresses[1], context, turn)
+                _run_follower(config, tp, run_dir, addresses[1], context, turn, shows_start=shows_start)
     except Exception:
         if run_dir.exists():
             raise
