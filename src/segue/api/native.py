@@ -10,14 +10,14 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import Struct
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
 from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
-from segue.api.validation import TokenId, parse, prompts_of
+from segue.api.validation import NOT_EMPTY, TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_value, short_repr
 from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
@@ -68,8 +68,9 @@ class NativeSampling(Struct, frozen=True, kw_only=True, rename=NAMES):
 class NativeGenerate(RequestFields, frozen=True, kw_only=True):
     """``POST /generate``; lists are batches."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None  # all items of one type
+    text: str | Annotated[list[str], NOT_EMPTY] | None = None
+    # All items of one type.
+    input_ids: Annotated[list[int | Annotated[list[int], NOT_EMPTY]], NOT_EMPTY] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False
