@@ -41,7 +41,8 @@ class LiveServer:
     ) -> None:
         """Start the server; with ``real``, over a scheduler in a thread that runs the model.
 
-        The weights are dummies unless ``options`` has a ``load_format``. The client trusts the ``certificate``.
+        The weights are dummies, unless ``options`` has a ``load_format``. Its client trusts the
+        ``certificate``.
         """
         fixed: dict[str, Any] = {"load_format": "dummy", "port": port, "log_level": "error"}
         self.config = EngineConfig.create(model=str(model), **(fixed | options))

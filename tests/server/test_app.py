@@ -126,6 +126,35 @@ def test_every_reply_is_described_and_every_error_has_a_form(document: Any) -> N
             assert "503" in replies and ("415" in replies) == (method == "post")
 
 
+def test_the_bounds_of_a_chats_fields_are_described_as_they_are_checked(
+    server: LiveServer, document: Any
+) -> None:
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    bounds = {
+        (name, bound): kind[bound]
+        for name, field in fields.items()
+        for kind in field.get("anyOf", ())
+        for bound in ("minimum", "exclusiveMinimum", "maximum")
+        if bound in kind
+    }
+    names = {name for name, _ in bounds}
+    assert names >= {"temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "max_completion_tokens"}
+    assert names >= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    step = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1}
+    needs = {"top_logprobs": {"logprobs": True}, "max_completion_tokens": {"max_tokens": None}}
+    for (name, bound), value in bounds.items():
+        body = {**CHAT, **needs.get(name, {})}
+        beyond = server.client.post("/v1/chat/completions", json={**body, name: value + step[bound]})
+        assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, name)
+        if bound != "exclusiveMinimum":
+            reply = server.client.post("/v1/chat/completions", json={**body, name: value})
+            assert reply.status_code == 200, (name, value, reply.text)
+    assert fields["messages"]["minItems"] == 1
+    empty = server.client.post("/v1/chat/completions", json={**CHAT, "messages": []})
+    assert (empty.status_code, empty.json()["error"]["param"]) == (400, "messages")
+
+
 def test_another_method_is_answered_with_those_of_the_path(server: LiveServer) -> None:
     methods: dict[str, set[str]] = {}
     for route in ROUTES:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import Raw, json
 
@@ -21,7 +21,7 @@ from segue.api.growing_json import GrowingList, GrowingText
 from segue.api.guided import RULES as GUIDED_RULES
 from segue.api.guided import SGLangFields, guided_options
 from segue.api.request_fields import RequestFields, check_fields, check_rid, given_rid
-from segue.api.validation import TokenId, parse, prompts_of
+from segue.api.validation import NOT_EMPTY, TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, invalid_value
 from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output, RequestState
 from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
@@ -79,8 +79,9 @@ class NativeSampling(SGLangFields, frozen=True, kw_only=True, rename=NAMES):
 class NativeGenerate(RequestFields, frozen=True, kw_only=True):
     """``POST /generate``; lists are batches."""
 
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None  # all items of one type
+    text: str | Annotated[list[str], NOT_EMPTY] | None = None
+    # All items of one type.
+    input_ids: Annotated[list[int | Annotated[list[int], NOT_EMPTY]], NOT_EMPTY] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool = False

@@ -21,7 +21,7 @@ from segue.api.openai.replies import usage
 from segue.api.openai.requests import StreamOptions, Wanted, check_given_model
 from segue.api.openai.token_fields import Shown, ids_of, prompt_logprobs, prompt_options
 from segue.api.request_fields import RequestFields, check_fields, check_rid
-from segue.api.validation import TokenId, parse
+from segue.api.validation import NOT_EMPTY, TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
 from segue.frontend.detokenizer import TokenTable
 from segue.frontend.request import LOWEST_LOGPROB, GenerateRequest, Generation, Output
@@ -71,7 +71,7 @@ class TokenSampling(Struct, frozen=True, kw_only=True):
 class TokenGenerate(RequestFields, frozen=True, kw_only=True):
     """``POST /inference/v1/generate``. Of ``priority``, as in vLLM, requests with a lower one run first."""
 
-    token_ids: list[int]
+    token_ids: Annotated[list[int], NOT_EMPTY]
     sampling_params: dict[str, Any] | None = None
     model: str | None = None
     request_id: str | None = None

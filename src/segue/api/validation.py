@@ -18,6 +18,7 @@ from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_val
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+NOT_EMPTY = msgspec.Meta(extra_json_schema={"minItems": 1})  # described so; what reads the list checks it
 MAX_NAME_CHARS = 80  # of a field's name, in an error
 MAX_MESSAGE_CHARS = 200  # of what a decoder says
 _PLACE = re.compile(r" - at (?:`key` in )?`\$([^`]*)`$")

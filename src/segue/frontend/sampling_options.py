@@ -207,6 +207,13 @@ _RANGES: dict[str, Meta] = {
 }
 
 
+def bounds_of(option: str) -> Meta:
+    """Return the bounds of an option for the description of a field; the option's `check` enforces them."""
+    rule = _RANGES[option]
+    bounds = {"minimum": rule.ge, "exclusiveMinimum": rule.gt, "maximum": rule.le}
+    return Meta(extra_json_schema={name: bound for name, bound in bounds.items() if bound is not None})
+
+
 def num_entries(options: SamplingOptions) -> int:
     """Return the number of entries of the options that are lists of tokens; a bad word has its characters."""
     num_chars = sum(map(len, options.bad_words))

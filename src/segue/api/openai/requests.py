@@ -23,11 +23,11 @@ from segue.api.openai.call_grammar import call_grammar
 from segue.api.openai.chat_fields import Effort, ReplyForm, ToolCall, ToolChoice, Tools
 from segue.api.openai.token_fields import NOTHING, Shown, prompt_options, shown
 from segue.api.request_fields import check_fields, check_rid, given_rid
-from segue.api.validation import TokenId, parse, prompts_of
+from segue.api.validation import NOT_EMPTY, TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
 from segue.frontend.chat_template import ChatForm
 from segue.frontend.request import GenerateRequest
-from segue.frontend.sampling_options import SamplingOptions, check_num_entries, num_entries
+from segue.frontend.sampling_options import SamplingOptions, bounds_of, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
 from segue.messages.guided import GrammarSpec
@@ -66,22 +66,22 @@ class SamplingBody(GuidedFields, frozen=True, kw_only=True, forbid_unknown_field
     n: NumChoices | None = None  # choices per prompt
     best_of: int | None = None  # as many
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    sampling_seed: int | None = None  # another name of ``seed``
+    top_p: Annotated[float, bounds_of("top_p")] | None = None
+    top_k: Annotated[int, bounds_of("top_k")] | None = None
+    min_p: Annotated[float, bounds_of("min_p")] | None = None
+    seed: Annotated[int, bounds_of("seed")] | None = None
+    sampling_seed: Annotated[int, bounds_of("seed")] | None = None  # another name of ``seed``
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
+    min_tokens: Annotated[int, bounds_of("min_tokens")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # another name of it
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: Annotated[float, bounds_of("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds_of("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, bounds_of("repetition_penalty")] | None = None
     logit_bias: dict[TokenId, float] | None = None  # at most MAX_BIASES
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -122,8 +122,8 @@ class ChatMessage(_MessagePart, frozen=True, gc=False):
 class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], NOT_EMPTY]
+    max_completion_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
     tools: Tools | None = None
@@ -141,7 +141,8 @@ class ChatCompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unkn
 class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str | int | list[int]]  # all items of one type
+    # All items of one type.
+    prompt: str | Annotated[list[str | int | Annotated[list[int], NOT_EMPTY]], NOT_EMPTY]
     logprobs: Annotated[int, Meta(ge=0)] | None = None  # at most --max-logprobs
     echo: bool | None = None
 
@@ -149,7 +150,7 @@ class CompletionRequest(SamplingBody, frozen=True, kw_only=True, forbid_unknown_
 class ChatTokensRequest(ChatCompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions/tokens``: the messages are not rendered, their token ids come with them."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], NOT_EMPTY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +290,8 @@ def _checked(body: SamplingBody, model: ServedModel, reply_id: str) -> str:
 
 def _options(body: SamplingBody, model: ServedModel, **others: Any) -> SamplingOptions:
     """Return the sampling options of a body; ``others`` replace what it has."""
+    if body.seed is None:
+        others["names"] = {"seed": "sampling_seed", **others["names"]}
     if body.seed is not None and body.sampling_seed is not None and body.seed != body.sampling_seed:
         both = f"seed={short_repr(body.seed)} and sampling_seed={short_repr(body.sampling_seed)}"
         raise InvalidRequestError(f"{both} contradict each other; give one", param="sampling_seed")
