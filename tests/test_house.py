@@ -60,7 +60,7 @@ GLOSSARY: list[tuple[str, str, str | None]] = [
     ),
     (r"\bfrontend[./](arrival|installed|merge)\b", "tokenize, local_models, stream", None),
     (r"\bStepOutputs?\b", "DeviceStepResult, SchedulerOutput", None),
-    (r"\bclass (GrammarVocabulary|Broadcast|Session)\b", "RequestLimits and others", None),
+    (r"\bclass (Vocabulary|Broadcast|Session)\b", "RequestLimits and others", None),
     (r"\bmade-up\b", "dummy", None),
     (r"\bfloor of\b|\bfloor_milliseconds\b", "roofline", None),
 ]

@@ -101,6 +101,18 @@ def test_equal_prompts_sent_together_are_computed_once() -> None:
     sim.run()
 
 
+@pytest.mark.parametrize("chunk", [8, 16, 64])
+def test_choices_of_a_chunked_prompt_compute_it_once(chunk: int) -> None:
+    sim = Simulation(chunked_prefill_size=chunk, num_pages=256)
+    prompt = [(7 * i) % 40 + 1 for i in range(62)]
+    for choice in range(4):
+        sim.add(f"r-{choice}", prompt, max_new_tokens=3, seed=choice)
+    sim.run()
+    totals = sim.scheduler.totals
+    assert totals.prompt_tokens - totals.cached_tokens == 62 + 3 * 2  # the others: what fills no page of 4
+    assert [sim.finished[f"r-{choice}"].cached_tokens for choice in range(4)] == [0, 60, 60, 60]
+
+
 def test_pages_that_two_requests_computed_are_merged() -> None:
     sim = Simulation(page_size=4, chunked_prefill_size=16)
     sim.add("first", list(range(30)), max_new_tokens=20)
