@@ -110,3 +110,16 @@ def test_the_first_token_does_not_wait_for_the_pages(fleet: Fleet) -> None:
             fleet.one.client.post("/continue_generation", json={})
             found += decoding
     assert stream(payload(found)) == stream(payload(told))
+
+
+def test_a_client_s_own_pair_hands_each_choice_over(fleet: Fleet) -> None:
+    path, body = native(params={"n": 3, "sampling_seed": 4, "max_new_tokens": 6})
+    host, port = fleet.peer.rsplit(":", 1)
+    where = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": next(ROOMS)}
+    expected = fleet.two.client.post(path, json=body).json()
+    before = fleet.handover()["num_adopted"]
+    first = fleet.threads.submit(fleet.prefill.client.post, path, json=body | where)
+    found = fleet.one.client.post(path, json=body | where).json()
+    assert [each["output_ids"] for each in found] == [each["output_ids"] for each in expected]
+    assert first.result(20).status_code == 200
+    assert fleet.handover()["num_adopted"] == before + 3 and fleet.handover()["recomputed"] == {}
