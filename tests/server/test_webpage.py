@@ -149,6 +149,7 @@ def test_it_says_that_the_engine_is_dead_or_away_and_goes_on_with_the_next_one(
         os.kill(server.runtime.worker_pids[0], signal.SIGKILL)
         until_text(visit.page, "#banner", "The engine is dead: worker rank 0")
         until_text(visit.page, "#log-entries .failed", "active → dead")
+        assert '"state":"dead"' in server.client.get("/page_events").text, "the stream of a dead engine ends"
     until_text(visit.page, "#log-entries", "the server does not answer")
     with LiveServer(tiny_model, port=port or 0), visit as page:
         page.wait_for_selector(GOOD)
