@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 
 import segue
+from bench.guided import BATCH, answer, is_valid, random_schema
 from segue.errors import InvalidRequestError
 from segue.messages.control import PauseMode
 from tests.e2e.engines import state, until
@@ -99,6 +101,16 @@ def test_rows_of_one_batch_keep_each_to_its_own_grammar(
         assert all(logprob > -100 for logprob, _, _ in reply["meta_info"]["output_token_logprobs"])
 
 
+def test_random_schemas_are_answered_as_they_want_it(engine: segue.Engine) -> None:
+    random = Random(1)
+    schemas = [random_schema(random, depth=0) for _ in range(8)]
+    params = [drawn(120, temperature=0.5, json_schema=schema) for schema in schemas]
+    replies = [engine.generate(PROMPTS[:1] * 4, params[at : at + 4]) for at in (0, 4)]
+    pairs = zip([*replies[0], *replies[1]], schemas, strict=True)
+    ended = [(reply["text"], schema) for reply, schema in pairs if reason(reply) == "stop"]
+    assert len(ended) > 3 and all(is_valid(text, schema) for text, schema in ended), ended
+
+
 def test_limits_and_stops_count_as_ever(engine: segue.Engine) -> None:
     cut = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{20}"))
     assert re.fullmatch("[ab]{5}", cut["text"]) and reason(cut) == "length"
@@ -153,3 +165,22 @@ def test_a_wrong_grammar_is_an_error_before_anything_is_queued(engine: segue.Eng
             engine.generate([PROMPTS[0]] * 2, [drawn(), drawn(**fields)])
         assert raised.value.param == param
     until(engine, running_batch_size=0, waiting_queue_size=0)
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_what_one_draws(tiny_model: Path, engine: segue.Engine) -> None:
+    params = [drawn(200, **guide) for guide in LONG]
+    whole = engine.generate(PROMPTS, params)
+    with segue.Engine(model=str(tiny_model), tp=2, **OPTIONS) as two:
+        assert [each["text"] for each in two.generate(PROMPTS, params)] == [each["text"] for each in whole]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_bundled_model_answers_200_schemas_as_they_want_it(temperature: float) -> None:
+    random = Random(0)
+    schemas = [random_schema(random) for _ in range(200)]
+    with segue.Engine(max_running_requests=BATCH, embedded=True, log_level="error") as bundled:
+        outcome = answer(bundled, schemas, temperature)
+    assert (len(outcome["ids"]), outcome["wrong"], outcome["by_length"]) == (200, [], 0)

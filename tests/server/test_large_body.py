@@ -528,8 +528,10 @@ def test_schemas_and_grammars_may_be_large_and_have_a_bound() -> None:
     wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
     body = {"messages": [{"role": "user", "content": "a"}], "response_format": wanted}
     assert parse_chat(decode(json.dumps(body).encode(), chat(MODEL))).response_format is not None
-    for shape in (generate(MODEL), token_generate(MODEL)):
-        params = {"json_schema": json.dumps(schema), "structured_outputs": {"json": schema}}
+    for shape, params in (
+        (generate(MODEL), {"json_schema": json.dumps(schema)}),
+        (token_generate(MODEL), {"structured_outputs": {"json": schema}}),
+    ):
         assert decode(json.dumps({"sampling_params": params}).encode(), shape)["sampling_params"] == params
     with pytest.raises(InvalidRequestError, match="regex has 131075 bytes of JSON; at most 131072"):
         decode(json.dumps({"regex": "a" * 131073}).encode(), chat(MODEL))
