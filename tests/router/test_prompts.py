@@ -17,6 +17,8 @@ from segue.router.prompts import FIRST_GUESS, SEVERAL, BytesPerToken, RequestFac
         (b'{"text": null, "prompt": null, "input_ids": [1, 2]}', 2),
         (b'{"input_ids": null, "text": "%b"}' % (b"x" * 398), 100),
         (b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 1000), 258),
+        (b'{"messages": [{"content": "%b"}], "tools": ["%b"]}' % (b"x" * 383, b"y" * 396), 200),
+        (b'{"messages": [], "tools": [1], "tokens": [1, 2, 3]}', 3),
         (b'{"token_ids": [1, 2, 3, 4, 5], "sampling_params": {}}', 5),
         (b'{"messages": [{"role": "user", "content": "x"}], "tokens": [1, 2]}', 2),
         (b"{}", 1),

@@ -135,6 +135,35 @@ def test_a_call_that_is_none_is_content(tool_server: LiveServer) -> None:
     assert whole["finish_reason"] == "length" and len(whole["message"]["tool_calls"]) == 1
 
 
+def test_the_prompt_has_tools_history_and_the_message_that_goes_on(tool_server: LiveServer) -> None:
+    def prompt(messages: list[dict[str, Any]], **fields: Any) -> str:
+        asked = {"model": MODEL, "messages": messages, **fields}
+        answer = tool_server.client.post("/v1/chat/completions/render", json=asked)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()[0]["prompt"] if isinstance(answer.json(), list) else answer.json()["prompt"])
+
+    function = {"name": "weather", "arguments": '{"city":"Rome"}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "Hm.",
+        "tool_calls": [{"function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "1", "content": "Rain."}
+    text = prompt([*ASK, called, result, {"role": "assistant", "content": "It"}], continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nIt")
+    assert (
+        '<think>Hm.</think><tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>' in text
+    )
+    assert "<|im_start|>tool\nRain.<|im_end|>" in text
+    text = prompt(ASK, tools=[WEATHER], tool_choice="none")
+    assert (
+        '{"type": "function", "function": {"name": "weather", "description"' in text and "strict" not in text
+    )
+    assert text.endswith("<|im_start|>assistant\n")
+    assert prompt(ASK, add_generation_prompt=False).endswith("raining?<|im_end|>\n")
+
+
 @pytest.mark.slow
 def test_a_forced_call_is_made_whatever_the_model_would_write(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}

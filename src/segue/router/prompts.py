@@ -23,6 +23,7 @@ class _Body(msgspec.Struct, frozen=True):
     """The fields of all dialects that matter here, not decoded."""
 
     messages: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
@@ -79,6 +80,8 @@ class BytesPerToken:
             fields = _Body(text=msgspec.Raw(body))
         ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
         text = _json(fields.messages, fields.prompt, fields.text)
+        if fields.messages and not ids:  # templates put the tools before the messages
+            text = _json(fields.tools) + text
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0

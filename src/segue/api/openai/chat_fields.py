@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from segue.api.parsers.message import MessageFormat
 from segue.api.parsers.reasoning import CLOSE as THINK_END
@@ -47,8 +47,8 @@ class ToolFunction(Struct, frozen=True):
     """A function that the model may call. Further fields are ignored."""
 
     name: FunctionName
-    description: str | UnsetType | None = UNSET
-    parameters: dict[str, Any] | UnsetType | None = UNSET  # a JSON schema
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None  # arguments follow the schema wherever they are guided, whatever this says
 
 
@@ -205,7 +205,7 @@ def _rendered(tool: Tool) -> dict[str, Any]:
     given = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {
         "type": "function",
-        "function": {name: value for name, value in given.items() if value is not UNSET},
+        "function": {name: value for name, value in given.items() if value is not None},
     }
 
 
@@ -213,7 +213,8 @@ class History:
     """Makes the calls in a conversation what templates take: their arguments become objects."""
 
     def __init__(self) -> None:
-        self._num_chars = 0  # of arguments
+        self._num_argument_chars = 0  # of arguments
+        self.num_chars = 0  # of arguments and reasoning: what the template gets beside the contents
 
     async def calls_of(self, calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
         """Return the calls of the message ``where``. Yields to the event loop behind large arguments.
@@ -233,10 +234,11 @@ class History:
         return found
 
     def _decoded(self, given: str, where: str) -> dict[str, Any]:
-        self._num_chars += len(given)
+        self._num_argument_chars += len(given)
+        self.num_chars += len(given)
         for count, most, which in (
             (len(given), MAX_ARGUMENTS_CHARS, "it has"),
-            (self._num_chars, MAX_ALL_ARGUMENTS_CHARS, "with those of the calls before, it has"),
+            (self._num_argument_chars, MAX_ALL_ARGUMENTS_CHARS, "with those of the calls before, it has"),
         ):
             if count > most:
                 text = f"{where}: {which} {count} characters; at most {most} are allowed"

@@ -200,10 +200,13 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     continued: str | None = None
     if given is None:
         chat_fields.check_continued(body, body.messages[-1])
-        messages = await messages_of(body.messages)
+        history = chat_fields.History()
+        messages = await messages_of(body.messages, history)
         if body.continue_final_message:
             continued = messages[-1]["content"]
         template = chat_fields.template_arguments(body, model.chat)
+        if history.num_chars:
+            template["other_chars"] = template.get("other_chars", 0) + history.num_chars
         prompt = await model.encoder.render(messages, **template)
     else:
         prompt = given
@@ -221,7 +224,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
         add_special_tokens=bool(body.add_special_tokens),
         param="messages" if given is None else "tokens",
         bootstrap=bootstraps(body, 1)[0],
-        keeps_marks=form is not None,
+        keeps_marks=form is not None or model.chat.thinks,
     )
     return replace(_wanted(body, model, rid, [request], wishes), form=form)
 
@@ -390,18 +393,21 @@ def _max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+async def messages_of(
+    messages: Sequence[ChatMessage], history: chat_fields.History | None = None
+) -> list[dict[str, Any]]:
     """Return messages as chat templates take them.
 
     Text parts are joined by newlines, ``developer`` becomes ``system``, which templates know, fields that are
     not set are left out, and arguments of tool calls become objects. Yields to the event loop now and then,
-    as there may be many.
+    as there may be many. ``history`` counts what there is beside the contents.
     """
-    rendered, history = [], chat_fields.History()
+    rendered, history = [], history or chat_fields.History()
     for index, message in enumerate(messages):
         await turn(index)
         content = message.content
-        if content is None and message.tool_calls:
+        reasoning = message.reasoning_content or message.reasoning
+        if content is None and (message.tool_calls or reasoning):
             content = ""
         if content is None:
             name = f"messages[{index}].content"
@@ -413,7 +419,8 @@ async def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         given: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         if message.tool_calls:
             given["tool_calls"] = await history.calls_of(message.tool_calls, f"messages[{index}]")
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        if reasoning is not None:
+            history.num_chars += len(reasoning)
             given |= dict.fromkeys(("reasoning_content", "reasoning"), reasoning)
         rendered.append({"role": role, "content": content, **given})
     return rendered

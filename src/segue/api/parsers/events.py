@@ -71,7 +71,12 @@ class Parser(Protocol):
 
 def num_held(text: str, mark: str) -> int:
     """Returns how many characters at the end of a text may begin ``mark``, which is not in it."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
+    return 0
 
 
 def strip_end(text: str) -> str:
