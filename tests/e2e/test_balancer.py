@@ -13,22 +13,31 @@ import httpx
 import pytest
 
 from tests.e2e.served import Served, greedy, serve
+from tests.server.live import LiveServer
 from tests.support.pd_balancer import PDBalancer
 
 TEXT = "The capital of France is Paris. Hello world, how are you today? " * 3
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "page_size": 4,
+    "num_kv_tokens": 2048,
+    "chunked_prefill_size": 32,
+    "disaggregation_bootstrap_port": 0,
+}
 
 
 class Servers:
-    """One server that serves whole requests, and a pair behind a balancer; all have the same options."""
+    """One server that serves whole requests, and a pair of processes behind a balancer, with its options."""
 
     def __init__(self, model: Path, stack: ExitStack) -> None:
-        options = [f"--model={model}", "--load-format=dummy", "--dtype=float32", "--device=cpu"]
-        options += ["--page-size=4", "--num-kv-tokens=2048", "--chunked-prefill-size=32", "--deterministic"]
-        options += ["--disaggregation-bootstrap-port=0"]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+        options += [f"--model={model}", "--load-format=dummy", "--deterministic"]
         self.model = model.name
-        self.whole, self.prefill, self.decode = (
-            stack.enter_context(serve("--role", role, *options)) for role in ("both", "prefill", "decode")
+        self.whole = stack.enter_context(LiveServer(model, real=True, deterministic=True, **OPTIONS))
+        self.prefill, self.decode = (
+            stack.enter_context(serve("--role", role, *options)) for role in ("prefill", "decode")
         )
         address = self.prefill.get("/server_info").json()["decided"]["control_address"]
         self.http = stack.enter_context(httpx.Client(base_url=self.whole.url, timeout=60))

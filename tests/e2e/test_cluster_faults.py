@@ -130,7 +130,7 @@ def test_no_client_sees_that_a_decode_worker_is_killed(
     tmp_path: Path, tiny_model: Path, wait_until: WaitUntil
 ) -> None:
     with clustered(tmp_path, tiny_model, wait_until, "--prefill", "1", "--decode", "2") as cluster:
-        serve_while_killed(cluster, wait_until, num_requests=60, kills=1, max_len=40)
+        serve_while_killed(cluster, wait_until, num_requests=40, kills=1, max_len=40)
 
 
 @pytest.mark.slow

@@ -31,7 +31,12 @@ def replies(engine: Any, prompts: list[list[int]], num_tokens: int) -> list[tupl
 
 def make_engine(dtype: str, **options: Any) -> Any:
     return segue.Engine(
-        dtype=dtype, deterministic=True, max_running_requests=32, chunked_prefill_size=96, **options
+        dtype=dtype,
+        embedded=True,
+        deterministic=True,
+        max_running_requests=32,
+        chunked_prefill_size=96,
+        **options,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import segue
 from tests.e2e.engines import begin, bits, greedy, interrupted, results, until
+from tests.support.sensitive_model import write_sensitive_model
 
 PROMPTS = [
     "Once upon a time",
@@ -19,7 +20,7 @@ PROMPTS = [
     "In the year 2050",
     "Two and two make",
 ]
-COUNT = 12
+COUNT = 60
 LOGPROBS = {"return_logprob": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "chunked_prefill_size": 64},
@@ -35,9 +36,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(
     scope="module", params=["deterministic", pytest.param("small chunks and pages", marks=pytest.mark.slow)]
 )
-def engine(request: pytest.FixtureRequest) -> Iterator[segue.Engine]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[segue.Engine]:
+    model = write_sensitive_model(tmp_path_factory.mktemp("model") / "sensitive-model")
     options = {"dtype": "float32", "num_kv_tokens": 1024, "max_running_requests": 6, "log_level": "warning"}
-    with segue.Engine(embedded=True, **options, **SETTINGS[request.param]) as engine:
+    with segue.Engine(str(model), embedded=True, **options, **SETTINGS[request.param]) as engine:
         yield engine
 
 

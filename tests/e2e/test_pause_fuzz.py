@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.fuzz import MAX_TOKENS, Fuzz
 from tests.e2e.served import Client, greedy, serve
+from tests.support.sensitive_model import write_sensitive_model
 
 PROMPTS = [
     "Once upon a time",
@@ -24,11 +25,11 @@ WANTED = ("length", "abort", "disconnected", "flush 200", "flush 400", "pause re
 LIMITS = ("--max-running-requests", "5", "--chunked-prefill-size", "32")
 
 
-def fuzz(seconds: float, directory: Path, seed: int) -> None:
+def fuzz(seconds: float, directory: Path, seed: int, *options: str) -> None:
     log = directory / "log"
     with (
         log.open("w") as file,
-        serve(*OPTIONS, *LIMITS, log=file) as served,
+        serve(*OPTIONS, *LIMITS, *options, log=file) as served,
         closing(Client(served)) as client,
     ):
         start = client.state()
@@ -54,7 +55,8 @@ def fuzz(seconds: float, directory: Path, seed: int) -> None:
 
 
 def test_random_calls_for_three_seconds(tmp_path: Path) -> None:
-    fuzz(3, tmp_path, seed=1)
+    model = write_sensitive_model(tmp_path / "sensitive-model")
+    fuzz(3, tmp_path, 1, "--model", str(model))
 
 
 @pytest.mark.slow

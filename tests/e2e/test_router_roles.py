@@ -14,15 +14,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.served import Served, greedy, serve
+from tests.e2e.served import greedy
 from tests.e2e.test_router import routing, until
+from tests.server.live import LiveServer
 
 NUM_CLIENTS = 4
 PROMPTS = [[*range(start, start + 20)] for start in range(5, 11)]
-OPTIONS = (
-    *("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--deterministic"),
-    *("--page-size", "4", "--num-kv-tokens", "2048", "--disaggregation-bootstrap-port", "0"),
-)
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "deterministic": True,
+    "page_size": 4,
+    "num_kv_tokens": 2048,
+    "disaggregation_bootstrap_port": 0,
+}
 
 
 def body_of(prompt: list[int]) -> dict[str, Any]:
@@ -67,11 +72,11 @@ class Load:
 
 
 @pytest.fixture
-def fleet(tiny_model: Path) -> Iterator[tuple[str, list[Served]]]:
-    """A router, and the prefill engine and the two decode engines behind it."""
+def fleet(tiny_model: Path) -> Iterator[tuple[str, list[LiveServer]]]:
+    """A router, a process of its own, and the prefill engine and the two decode engines behind it."""
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(serve("--model", str(tiny_model), *OPTIONS, "--role", role))
+            stack.enter_context(LiveServer(tiny_model, real=True, role=role, **OPTIONS))
             for role in ("prefill", "decode", "decode")
         ]
         yield stack.enter_context(routing(*engines)), engines
@@ -82,12 +87,21 @@ def roles(url: str) -> Counter[str]:
     return Counter(worker["record"]["role"] for worker in workers if worker["serves"])
 
 
+def ask(engine: LiveServer, body: dict[str, Any]) -> httpx.Response:
+    return engine.client.post("/generate", json=body)
+
+
+def num_adopted(engine: LiveServer) -> int:
+    found: int = engine.client.get("/server_info").json()["internal_states"][0]["handover"]["num_adopted"]
+    return found
+
+
 def test_no_request_fails_while_roles_change_and_engines_drain(
-    fleet: tuple[str, list[Served]], wait_until: Any
+    fleet: tuple[str, list[LiveServer]], wait_until: Any
 ) -> None:
     url, engines = fleet
     names = [engine.url.partition("://")[2] for engine in engines]
-    expected = [engines[1].post("/generate", body_of(prompt)).json()["output_ids"] for prompt in PROMPTS]
+    expected = [ask(engines[1], body_of(prompt)).json()["output_ids"] for prompt in PROMPTS]
     load = Load(url, expected)
     with load.running(), httpx.Client(base_url=url, timeout=60) as http:
         load.go_on(wait_until)
@@ -102,12 +116,12 @@ def test_no_request_fails_while_roles_change_and_engines_drain(
         load.go_on(wait_until)
         assert http.post(f"/workers/{names[1]}/drain", json={"drain": False}).json()["serves"] is True
 
-        assert engines[1].post("/drain", {}).json()["drain"] is True
-        assert engines[1].post("/generate", body_of(PROMPTS[0])).json()["error_code"] == "draining"
+        assert engines[1].client.post("/drain", json={}).json()["drain"] is True
+        assert ask(engines[1], body_of(PROMPTS[0])).json()["error_code"] == "draining"
         until(url, "/workers", lambda _: roles(url) == {"prefill": 1, "decode": 1})
         load.go_on(wait_until)
-        engines[1].post("/drain", {"drain": False})
+        engines[1].client.post("/drain", json={"drain": False})
         until(url, "/workers", lambda _: roles(url) == {"prefill": 1, "decode": 2})
         load.go_on(wait_until)
-    handed_over = sum(engine.state()["handover"]["num_adopted"] for engine in engines)
+    handed_over = sum(num_adopted(engine) for engine in engines)
     assert handed_over > 0
