@@ -123,13 +123,15 @@ def _answer_all(
             for outcome in run.outcomes(missing, lambda: show(run.totals)):
                 results.write(outcome)
                 show(run.totals)
-        except SegueError as error:
-            if isinstance(error, ConfigError):
-                raise
+        except ConfigError:
+            raise
+        except (SegueError, KeyboardInterrupt) as error:
             made = run.totals.num_answers + len(results.done)
-            remedy = "run the same command again to continue"
-            text = f"{error.message} — {made} of {count} answers are made; {remedy}"
-            raise RunStoppedError(text) from None
+            left = f"{made} of {count} answers are made; run the same command again to continue"
+            if isinstance(error, SegueError):
+                raise RunStoppedError(f"{error.message} — {left}") from None
+            Console(stderr=True, highlight=False).print(f"\nstopped: {left}", soft_wrap=True)
+            raise
     return run.totals
 
 
