@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from segue.api.guided import as_structured
 from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
@@ -229,6 +230,8 @@ def _sampling(options: SamplingOptions, max_tokens: int) -> dict[str, Any]:
             found[name] = value
     if options.prompt_logprobs_start >= 0:
         found["prompt_logprobs"] = options.num_prompt_top
+    if options.grammar is not None:
+        found["structured_outputs"] = as_structured(options.grammar)
     if options.keep_stop:
         found["include_stop_str_in_output"] = True
     return found
