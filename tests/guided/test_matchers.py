@@ -205,3 +205,17 @@ def test_outputs_that_the_grammar_does_not_have_fail_alone(matchers: Matchers) -
     assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
     matchers.take(np.array([0]), lambda: [9])  # of a step that was planned before the end
     assert list(allowed(matchers, 0, 1).failures) == [0]
+
+
+def test_without_a_vocabulary_a_guided_request_fails_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    matchers = Matchers(SIZE)
+    matchers.set_vocabulary(GrammarVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))  # no EOS
+    put(matchers, 0, spec("regex", "a"))
+    assert allowed(matchers, 0).failures == {
+        0: "the model's vocabulary could not be prepared for guided output"
+    }
+    assert "could not be prepared" in caplog.text
+    matchers.take(np.array([0]), lambda: [9])
+    matchers.close()

@@ -97,6 +97,19 @@ def test_what_a_conversation_is_rendered_to_can_be_generated_from(server: LiveSe
     assert generated["request_id"] == rendered["request_id"]
 
 
+def test_a_grammar_is_rendered_too(server: LiveServer) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
+    for fields, structured in (
+        ({"response_format": wanted}, {"json": '{"type":"null"}'}),
+        ({"choice": ["a", "b", "a"]}, {"choice": ["a", "b"]}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ):
+        body = {"messages": CHAT, "max_tokens": 9, **fields}
+        rendered = post(server, "/v1/chat/completions/render", body)
+        assert rendered["sampling_params"]["structured_outputs"] == structured
+        post(server, "/inference/v1/generate", rendered)
+
+
 def test_each_text_is_rendered_alone(server: LiveServer) -> None:
     body = {"model": MODEL, "prompt": ["ab", "c"], "max_tokens": 3, "stop": "x", "prompt_logprobs": 2}
     first, second = post(server, "/v1/completions/render", body)

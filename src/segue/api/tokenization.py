@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from segue.api.guided import as_structured
 from segue.api.openai.chat_fields import check_template_arguments
 from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
@@ -219,6 +220,8 @@ def _sampling(
             found[name] = value
     if options.prompt_logprobs_start >= 0:
         found["prompt_logprobs"] = options.num_prompt_top
+    if options.grammar is not None:
+        found["structured_outputs"] = as_structured(options.grammar)
     if options.keep_stop:
         found["include_stop_str_in_output"] = True
     return found

@@ -93,7 +93,7 @@ class Matchers:
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         """Take the vocabulary, which must come before the first grammar."""
-        self._submit(lambda: self._make_tokenizer(vocabulary))
+        self._submit(lambda: self._prepare(vocabulary))
 
     def put(self, slot: int, params: SamplingParams, outputs: Sequence[int]) -> None:
         """Let a new request have a slot; ``outputs`` are the output tokens that it has already."""
@@ -155,10 +155,14 @@ class Matchers:
 
     # --- in the thread ---
 
-    def _make_tokenizer(self, vocabulary: GrammarVocabulary) -> None:
+    def _prepare(self, vocabulary: GrammarVocabulary) -> None:
         """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
         started = time.monotonic()
-        self._tokenizer = make_tokenizer(vocabulary)
+        try:
+            self._tokenizer = make_tokenizer(vocabulary)
+        except Exception:  # guided requests will fail, and no others
+            logger.exception("the vocabulary could not be prepared for guided output")
+            return
         self._executor = LLExecutor(self._num_threads)
         for token in vocabulary.eos_ids:
             self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
@@ -166,7 +170,13 @@ class Matchers:
 
     def _begin(self, guide: Guide, spec: GrammarSpec, outputs: Sequence[int]) -> None:
         """Put a guide at the start of its grammar, and behind the outputs."""
-        guide.matcher = matcher = self._compile(spec).deep_copy()
+        try:
+            guide.matcher = matcher = self._compile(spec).deep_copy()
+        except Exception as error:  # it ends this request, and not the engine
+            logger.exception("a grammar of kind %s could not be compiled", spec.kind)
+            guide.failure = reason_of(str(error) or type(error).__name__)
+            guide.mask[:] = -1
+            return
         matcher.consume_tokens(list(outputs))
         self._fill([guide])
 
@@ -174,7 +184,8 @@ class Matchers:
         """Return a matcher at the start of a grammar, which must be copied."""
         matcher = self._compiled.pop(spec, None)
         if matcher is None:
-            assert self._tokenizer is not None, "a grammar came before the vocabulary"
+            if self._tokenizer is None:
+                raise RuntimeError("the model's vocabulary could not be prepared for guided output")
             matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0)
             if len(self._compiled) == MAX_COMPILED:
                 self._compiled.popitem(last=False)
