@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tests.support import chromium
 from tests.support.certificates import make_certificate, tls_options
 
 GOOD = "#state[data-tone=good]"
-IN_TIME = 15_000  # milliseconds
+IN_TIME = 30_000  # milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,55 @@ def test_an_answer_can_be_stopped(browser: Any, server: LiveServer, wait_until: 
         server.client.post("/continue_generation")
         page.click("#clear")
         assert page.locator(".turn").count() == 0
+
+
+def events_of(*deltas: dict[str, Any]) -> str:
+    """A streamed reply of the chat with these deltas."""
+    chunks = [json.dumps({"choices": [{"delta": delta, "finish_reason": None}]}) for delta in deltas]
+    return "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+
+
+def test_tools_and_a_schema_are_sent_if_filled_in_and_a_call_gets_its_result(
+    browser: Any, server: LiveServer
+) -> None:
+    """With replies that the server does not give yet: thoughts, and a call of a tool."""
+    tool, schema = {"type": "function", "function": {"name": "weather"}}, {"type": "object"}
+    function = {"name": "weather", "arguments": '{"city":'}
+    replies = [
+        events_of(
+            {"reasoning_content": "I must look. "},
+            {"tool_calls": [{"index": 0, "id": "call-1", "function": function}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": ' "<b>Rome</b>"}'}}]},
+        ),
+        events_of({"content": "It "}, {"content": "rains."}),
+    ]
+    asked: list[Any] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=replies[len(asked) - 1])
+
+    with Visit(browser, server.url) as page:
+        page.route("**/v1/chat/completions", answer)
+        page.wait_for_selector(GOOD)
+        page.click(".options summary")
+        page.fill("#tools", json.dumps([tool]))
+        page.fill("#schema", json.dumps(schema))
+        page.fill("#system", "Be brief.")
+        page.fill("#message", "How is Rome?")
+        page.press("#message", "Enter")
+        until_text(page, ".turn.model pre", 'weather({"city": "<b>Rome</b>"})')
+        assert page.inner_text(".thoughts") == "I must look. "
+        assert page.locator(".turn b").count() == 0, "text stays text"
+        page.get_by_label("Result of weather").fill("rain")
+        page.press("#message", "Enter")
+        until_text(page, ".turn.model:last-child .text", "It rains.")
+    first, second = asked
+    assert (first["tools"], first["response_format"]["json_schema"]["schema"]) == ([tool], schema)
+    assert "temperature" not in first and "stop" not in first
+    assert [each["role"] for each in second["messages"]] == ["system", "user", "assistant", "tool"]
+    assert second["messages"][3] == {"role": "tool", "tool_call_id": "call-1", "content": "rain"}
+    assert second["messages"][2]["tool_calls"][0]["function"]["arguments"] == '{"city": "<b>Rome</b>"}'
 
 
 def test_it_has_a_dark_form_and_fits_a_phone(browser: Any, server: LiveServer) -> None:
