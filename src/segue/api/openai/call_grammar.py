@@ -4,17 +4,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from segue.api.openai.chat_fields import Tool
+from segue.api.openai.chat_fields import Tool, forced_tools
 from segue.api.parsers import hermes, reasoning
-from segue.frontend.chat_template import ToolFormat
+from segue.errors import InvalidRequestError
+from segue.frontend.chat_template import ChatForm, ToolFormat
+from segue.frontend.sampling_options import SamplingOptions
 from segue.guided.grammars import JSON_SPACE
+from segue.messages.guided import GrammarSpec
+
+if TYPE_CHECKING:
+    from segue.api.openai.requests import ChatCompletionRequest
 
 _BEFORE: dict[ToolFormat, str] = {"hermes": f"{hermes.OPEN}\n", "llama3-json": ""}
 _BEHIND: dict[ToolFormat, str] = {"hermes": f"\n{hermes.CLOSE}", "llama3-json": ""}
 _ARGUMENTS: dict[ToolFormat, str] = {"hermes": "arguments", "llama3-json": "parameters"}
 _BETWEEN: dict[ToolFormat, str] = {"hermes": "\n", "llama3-json": "; "}
+
+
+def with_forced_call(
+    options: SamplingOptions, body: ChatCompletionRequest, chat: ChatForm, thinking: bool
+) -> SamplingOptions:
+    """Return options by which the reply calls a tool, if the body wants one in any case.
+
+    ``thinking``: whether the prompt has begun the reasoning.
+
+    Raises:
+        InvalidRequestError: another field guides the output, too.
+    """
+    if not (tools := forced_tools(body)):
+        return options
+    name = "tool_choice"
+    if options.grammar is not None:
+        both = f"{name} and {options.names['grammar']} both guide the output"
+        raise InvalidRequestError(f"{both}; give one of them, or tool_choice auto", param=name)
+    assert chat.tools is not None, "else check_tools has refused them"
+    text = call_grammar(
+        tools,
+        chat.tools,
+        several=body.tool_choice == "required" and body.parallel_tool_calls is not False,
+        thinks=chat.thinks,
+        thinking=thinking,
+    )
+    names = {**options.names, "grammar": name}
+    return replace(options, grammar=GrammarSpec("grammar", text), names=names)
 
 
 def call_grammar(

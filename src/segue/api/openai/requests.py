@@ -19,18 +19,16 @@ from segue.api.choices import NumChoices, in_choices, num_choices
 from segue.api.guided import RULES as GUIDED_RULES
 from segue.api.guided import GuidedFields, guided_options
 from segue.api.openai import chat_fields
-from segue.api.openai.call_grammar import call_grammar
+from segue.api.openai.call_grammar import with_forced_call
 from segue.api.openai.chat_fields import Effort, ReplyForm, ToolCall, ToolChoice, Tools
 from segue.api.openai.token_fields import NOTHING, Shown, prompt_options, shown
 from segue.api.request_fields import check_fields, check_rid, given_rid
 from segue.api.validation import NOT_EMPTY, TokenId, parse, prompts_of
 from segue.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError, short_repr
-from segue.frontend.chat_template import ChatForm
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, bounds_of, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
-from segue.messages.guided import GrammarSpec
 
 MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
 
@@ -218,7 +216,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     request = GenerateRequest(
         rid=rid,
         prompt=prompt,
-        options=_with_forced_call(options, body, model.chat, thinking),
+        options=with_forced_call(options, body, model.chat, thinking),
         priority=priority,
         cache_salt=salt,
         add_special_tokens=bool(body.add_special_tokens),
@@ -227,28 +225,6 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
         keeps_marks=form is not None or model.chat.thinks,
     )
     return replace(_wanted(body, model, rid, [request], wishes), form=form)
-
-
-def _with_forced_call(
-    options: SamplingOptions, body: ChatCompletionRequest, chat: ChatForm, thinking: bool
-) -> SamplingOptions:
-    """Return options by which the reply calls a tool, if the body wants one in any case."""
-    if not (tools := chat_fields.forced_tools(body)):
-        return options
-    name = "tool_choice"
-    if options.grammar is not None:
-        both = f"{name} and {options.names['grammar']} both guide the output"
-        raise InvalidRequestError(f"{both}; give one of them, or tool_choice auto", param=name)
-    assert chat.tools is not None, "else check_tools has refused them"
-    text = call_grammar(
-        tools,
-        chat.tools,
-        several=body.tool_choice == "required" and body.parallel_tool_calls is not False,
-        thinks=chat.thinks,
-        thinking=thinking,
-    )
-    names = {**options.names, "grammar": name}
-    return replace(options, grammar=GrammarSpec("grammar", text), names=names)
 
 
 def completion_call(body: CompletionRequest, model: ServedModel, reply_id: str | None = None) -> Wanted:
