@@ -26,7 +26,7 @@ TOKENS = [*"aé東🙂", '"', "\\", "\x00", "\n", "\x7f", "stop", "st", "", "\u2
 TABLE = TokenTable([t.encode() for t in TOKENS] + [b"\xf0", b"\x9f", b"\x99\x82", b"\xff", b"<s>"], (17,))
 VOCABULARY = len(TABLE.tokens)
 BODIES: dict[str, dict[str, Any]] = {
-    "plain": {"text": "x"},
+    "plain": {"text": "x", "rid": 'r","completion_tokens":0'},
     "batch": {"text": ["x", "y", "z"]},
     "logprobs": {"text": "x", "return_logprob": True},
     "texts of tokens": {"text": "x", "return_logprob": True, "return_text_in_logprobs": True},
@@ -142,7 +142,7 @@ def without_time(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_updates_in_json_have_the_bytes_of_the_whole_reply(name: str) -> None:
+def test_events_have_the_bytes_of_the_whole_reply(name: str) -> None:
     async def work(seed: int) -> int:
         rng, engine = random.Random(seed), manager()
         body = BODIES[name] | {"sampling_params": {"stop": ["stop"] if rng.random() < 0.5 else []}}
@@ -160,9 +160,8 @@ def test_updates_in_json_have_the_bytes_of_the_whole_reply(name: str) -> None:
             twin.add(rng.randrange(1, 4))
             expected = await anext(objects)
             index, output = await anext(news)
-            assert without_time(replies.update_json(index, output)) == without_time(
-                msgspec.json.encode(expected)
-            )
+            event = b"data: " + msgspec.json.encode(expected) + b"\n\n"
+            assert without_time(replies.event(index, output)) == without_time(event)
             num_updates += 1
         assert [each async for each in objects] == [each async for each in news] == []
         return num_updates

@@ -4,8 +4,8 @@ Encoding all of it anew for every token takes time in proportion to the square o
 each item, and each piece of a text, is encoded once, when it is added: an event costs what is new, and a copy
 of the bytes before it.
 
-The JSON is always complete: what is added takes the place of the closing bracket or quote. So it has the same
-bytes as the JSON of the whole. For a text that is true because every character is encoded by itself.
+What is kept lacks only its closing bracket or quote, and is otherwise the JSON of the whole, to the byte.
+For a text that is true because every character is encoded by itself.
 """
 
 from __future__ import annotations
@@ -19,38 +19,45 @@ _encode = json.Encoder().encode
 
 
 class GrowingList:
-    """The JSON of a list to which items are added; ``json`` must not be changed from outside."""
+    """The JSON of a list to which items are added: ``unclosed``, and a bracket."""
 
-    __slots__ = ("json", "num_items")
+    __slots__ = ("num_items", "unclosed")
 
     def __init__(self) -> None:
         """Begin with an empty list."""
-        self.json = bytearray(b"[]")
+        self.unclosed = bytearray(b"[")
         self.num_items = 0
 
     def extend(self, items: Sequence[Any]) -> None:
         """Add items, which msgspec must be able to encode."""
-        if not items:
-            return
-        added = _encode(items)
-        if self.num_items:
-            self.json[-1:] = b","
-            self.json += added[1:]
-        else:
-            self.json[:] = added
-        self.num_items += len(items)
+        if items:
+            added = _encode(items)[1:-1]
+            if self.num_items:
+                self.unclosed += b","
+            self.unclosed += added
+            self.num_items += len(items)
+
+    @property
+    def json(self) -> bytes:
+        """The list so far."""
+        return b"".join((self.unclosed, b"]"))
 
 
 class GrowingText:
-    """The JSON of a text to which pieces are added; ``json`` must not be changed from outside."""
+    """The JSON of a text to which pieces are added: ``unclosed``, and a quote."""
 
-    __slots__ = ("json",)
+    __slots__ = ("unclosed",)
 
     def __init__(self) -> None:
         """Begin with an empty text."""
-        self.json = bytearray(b'""')
+        self.unclosed = bytearray(b'"')
 
     def extend(self, piece: str) -> None:
         """Add a piece, which has no lone surrogates: JSON in UTF-8 cannot write them."""
         if piece:
-            self.json[-1:] = _encode(piece)[1:]
+            self.unclosed += _encode(piece)[1:-1]
+
+    @property
+    def json(self) -> bytes:
+        """The text so far."""
+        return b"".join((self.unclosed, b'"'))

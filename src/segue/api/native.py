@@ -243,6 +243,9 @@ class _Grown:
     ids: GrowingList = field(default_factory=GrowingList)
     logprobs: dict[str, GrowingList] = field(default_factory=dict)  # by field
     num_prompt_logprobs: int = 0  # that are part of them
+    version: str | None = None  # of the weights, for which the next two were made; None: for none
+    before_count: bytes = b""  # ``meta_info`` up to the number of tokens
+    after_count: bytes = b""  # and behind it
 
 
 class NativeReplies:
@@ -272,8 +275,8 @@ class NativeReplies:
             reply = self._reply(index, self._generation.states[index].whole())
             yield reply | {"index": index} if self._call.batch_id is not None else reply
 
-    def update_json(self, index: int, output: Output) -> bytes:
-        """Return one of :meth:`updates` as JSON.
+    def event(self, index: int, output: Output) -> bytes:
+        """Return one of :meth:`updates` as a server-sent event.
 
         ``output`` is what is new of request ``index`` since the last call with it; the first call finds by
         itself what came before, which another engine may have sent to the client.
@@ -295,17 +298,33 @@ class NativeReplies:
                 logprobs[name] = Raw(grown_field.json)
         if output.end is not None:
             del self._grown[index]
+        if output.end is None and not state.wants_logprobs:
+            meta = self._short_meta(state, grown)
+        else:
+            meta = encode(self._meta(state, output.end, grown.ids.num_items, logprobs))
         return b"".join(
             (
-                b'{"text":',
-                grown.text.json,
-                b',"output_ids":',
-                grown.ids.json,
-                b',"meta_info":',
-                encode(self._meta(state, output.end, grown.ids.num_items, logprobs)),
-                b"}" if self._call.batch_id is None else b',"index":%d}' % index,
+                b'data: {"text":',
+                grown.text.unclosed,
+                b'","output_ids":',
+                grown.ids.unclosed,
+                b'],"meta_info":',
+                meta,
+                b"}\n\n" if self._call.batch_id is None else b',"index":%d}\n\n' % index,
             )
         )
+
+    def _short_meta(self, state: RequestState, grown: _Grown) -> bytes:
+        """Return the JSON of ``meta_info`` of a reply that goes on, without log-probabilities.
+
+        Only two facts of it change: the number of tokens, and the version of the weights.
+        """
+        version = self._manager.weights.version
+        if grown.version != version:
+            name = b'"completion_tokens":'  # which is in no string of the JSON: there, quotes are escaped
+            before, _, after = encode(self._meta(state, None, 0, {})).partition(name + b"0")
+            grown.version, grown.before_count, grown.after_count = version, before + name, after
+        return b"%b%d%b" % (grown.before_count, grown.ids.num_items, grown.after_count)
 
     def _reply(self, index: int, output: Output) -> dict[str, Any]:
         """Return the reply to request ``index`` from its whole output so far; it may not have ended."""

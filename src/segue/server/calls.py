@@ -184,7 +184,7 @@ class NativeReply:
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns an event with the reply to a request so far."""
-        return b"data: " + self._replies.update_json(index, output) + b"\n\n"
+        return self._replies.event(index, output)
 
     def last_event(self) -> bytes:
         """Returns the end mark."""
