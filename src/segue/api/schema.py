@@ -1,9 +1,15 @@
-"""OpenAPI's description of the routes, made from the structs of their bodies and queries."""
+"""OpenAPI's description of the routes, made from the structs of their bodies and queries.
+
+The parts of the routes are declared while they are imported, at each start. The schemas of the structs take a
+tenth of a second, so they are made when the whole document is.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -32,21 +38,22 @@ _REDOC = """<!doctype html><title>{title}</title><redoc spec-url="openapi.json">
 <script src="{cdn}/redoc@2/bundles/redoc.standalone.js"></script>"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A part of the document that is made with it."""
+
+    make: Callable[[], Any]
+
+
 def body_schema(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, Any]:
     """The part of a route's description that says what its body is."""
-    content = {_JSON: {"schema": _schema(kind)}}
+    content = {_JSON: {"schema": _Later(partial(_schema, kind))}}
     return {"requestBody": {"required": required, "content": content}}
 
 
 def query_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The part of a route's description that says what its query is."""
-    schema = _schema(kind)
-    required = schema.get("required", [])
-    parameters = [
-        {"name": name, "in": "query", "required": name in required, "schema": each}
-        for name, each in schema["properties"].items()
-    ]
-    return {"parameters": parameters}
+    return {"parameters": _Later(partial(_parameters, kind))}
 
 
 def reply_schema(kind: Any, *, has_stream: bool = False) -> dict[str, Any]:
@@ -56,7 +63,7 @@ def reply_schema(kind: Any, *, has_stream: bool = False) -> dict[str, Any]:
         kind: a struct, or another type that msgspec can describe.
         has_stream: the reply may also be a stream of events, whose data is JSON.
     """
-    content = {_JSON: {"schema": _schema(kind)}}
+    content = {_JSON: {"schema": _Later(partial(_schema, kind))}}
     if has_stream:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot say what the events of a stream are
     return _responses({200: content})
@@ -106,7 +113,17 @@ def openapi(
     forms = list(error_forms)
     if forms:
         document["components"] = _error_components(forms)
-    return document
+    made: dict[str, Any] = _made(document)
+    return made
+
+
+def _made(node: Any) -> Any:
+    """A node of the document with everything that was left for later."""
+    if isinstance(node, _Later):
+        return node.make()
+    if isinstance(node, dict):
+        return {key: _made(value) for key, value in node.items()}
+    return node
 
 
 def _error_components(forms: list[type[msgspec.Struct]]) -> dict[str, Any]:
@@ -145,6 +162,17 @@ def _content_of(form: type[msgspec.Struct]) -> dict[str, Any]:
     return {_JSON: {"schema": {"$ref": f"#/components/schemas/{form.__name__}"}}}
 
 
+def _parameters(kind: type[msgspec.Struct]) -> list[dict[str, Any]]:
+    """A query's fields, as parameters of its routes."""
+    schema = _schema(kind)
+    required = schema.get("required", [])
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": each}
+        for name, each in schema["properties"].items()
+    ]
+
+
+@cache  # the document may be asked for again and again, on the event loop
 def _schema(kind: Any) -> dict[str, Any]:
     """A type's JSON schema, with each definition where it is used; our structs do not recurse."""
     (schema,), definitions = msgspec.json.schema_components([kind])
