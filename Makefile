@@ -111,6 +111,7 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.start_time
 	$(BIN)/python -m bench.host_cost
 	$(BIN)/python -m bench.host_per_token
+	$(BIN)/python -m bench.guided
 
 gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
 	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
