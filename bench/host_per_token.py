@@ -58,6 +58,12 @@ def _openai(tokens: int) -> dict[str, Any]:
     return {"model": "model", "stream_options": {"include_usage": True}, **options}
 
 
+def _tokens(text: str, tokens: int) -> dict[str, Any]:
+    params = {"max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
+    ids = list(text.encode()[:128])  # any ids will do
+    return {"token_ids": ids, "sampling_params": params, "stream_options": {"include_usage": True}}
+
+
 ROUTES = {
     "completions": StreamedRoute("/v1/completions", lambda text, n: {"prompt": text, **_openai(n)}),
     "chat": StreamedRoute(
@@ -65,6 +71,7 @@ ROUTES = {
         lambda text, n: {"messages": [{"role": "user", "content": text}], **_openai(n)},
     ),
     "generate": StreamedRoute("/generate", _native),
+    "token ids": StreamedRoute("/inference/v1/generate", _tokens),
 }
 
 
