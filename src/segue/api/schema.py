@@ -63,7 +63,7 @@ def reply_schema(kind: Any, *, has_stream: bool = False) -> dict[str, Any]:
         kind: a struct, or another type that msgspec can describe.
         has_stream: the reply may also be a stream of events, whose data is JSON.
     """
-    content = {_JSON: {"schema": _Later(partial(_schema, kind))}}
+    content: dict[str, Any] = {_JSON: {"schema": _Later(partial(_schema, kind))}}
     if has_stream:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot say what the events of a stream are
     return _responses({200: content})
