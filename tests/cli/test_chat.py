@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,25 +58,28 @@ def test_a_message_may_have_several_lines(lines: list[str], expected: str) -> No
 def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_it_leaves(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.02")
+    monkeypatch.setenv("FAKE_STEP_S", "0.1")
     with LiveServer(tiny_model) as server:
         terminal = Terminal("chat", "--url", server.url)
         try:
             terminal.expect("you> ")
             terminal.type("first\\\nsecond\n")
             terminal.expect(r"(?s)user\s+first\s+second")  # the fake worker repeats the prompt
-            terminal.interrupt(r"\(stopped\)")
+            terminal.process.send_signal(signal.SIGINT)  # in the middle of the answer
+            terminal.expect(r"\(stopped\)")
             terminal.expect("you> ")
             terminal.type("half a message")
             terminal.expect("half a message")
-            terminal.interrupt(r"^\s+you> ")  # without the hint: only the line is dropped
+            terminal.interrupt()
+            terminal.expect(r"^\s+you> ")  # without the hint: only the line is dropped
             terminal.type("/set max_tokens=3\n")
             terminal.expect("max_tokens = 3")
             terminal.expect("you> ")
-            terminal.interrupt("Ctrl-C again leaves")
+            terminal.interrupt()
+            terminal.expect("Ctrl-C again leaves")
             terminal.expect("you> ")
-            terminal.interrupt("$")
-            assert terminal.wait() == 0
+            terminal.interrupt()
+            assert terminal.process.wait(30) == 0
         finally:
             terminal.close()
         server.assert_nothing_left()
