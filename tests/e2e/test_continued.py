@@ -25,7 +25,7 @@ from segue.messages.control import (
     Shutdown,
     StartStep,
 )
-from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import AddRequest, Finished, SamplingParams, pack_ids
 from segue.worker.main import run_scheduler
 from tests.support.sensitive_model import write_sensitive_model
@@ -123,7 +123,7 @@ def test_a_request_whose_outputs_end_it_ends_at_once(client: Client) -> None:
 
 def test_a_guided_request_goes_on_where_its_outputs_have_led_its_grammar(client: Client) -> None:
     tokens = [b"%d;" % token for token in range(49152)]  # each begins with its own number
-    client.send(Vocabulary(tokens=tokens, special_ids=[2], eos_ids=[2]))
+    client.send(GuidedVocabulary(tokens=tokens, special_ids=[2], eos_ids=[2]))
     grammar = GrammarSpec("regex", "([0-9]*[02468];[0-9]*[13579];)*")  # an even token, then an odd one
     params = msgspec.structs.replace(SEEDED, grammar=grammar, stop_token_ids=(2,))
     whole, _ = client.generate(params, [])

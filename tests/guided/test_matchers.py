@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from segue.guided.matchers import Allowed, Matchers
-from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
 WORDS = [
@@ -69,7 +69,7 @@ LANGUAGES = [
 @pytest.fixture
 def matchers() -> Iterator[Matchers]:
     made = Matchers(SIZE)
-    made.set_vocabulary(Vocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
+    made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
     yield made
     made.close()
 
@@ -211,7 +211,7 @@ def test_without_a_vocabulary_a_guided_request_fails_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     matchers = Matchers(SIZE)
-    matchers.set_vocabulary(Vocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))  # no EOS
+    matchers.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))  # no EOS
     put(matchers, 0, spec("regex", "a"))
     assert allowed(matchers, 0).failures == {
         0: "the model's vocabulary could not be prepared for guided output"

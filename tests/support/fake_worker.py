@@ -29,7 +29,7 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent
 from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
-from segue.messages.guided import Vocabulary
+from segue.messages.guided import GuidedVocabulary
 from segue.messages.life import EndWake, PingRanks, WakeRanks
 from segue.messages.requests import TokenLogprob, unpack_ids
 from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
@@ -92,7 +92,7 @@ class EchoRunner(FakeRank):
         self._stall_at = int(os.environ.get("FAKE_STALL_AT_STEP", "0"))
         self._exit_at = int(os.environ.get("FAKE_EXIT_AT_STEP", "0"))
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """It echoes, whatever a grammar says."""
 
     def forward_batch(self, plan: StepPlan) -> Done:

@@ -18,7 +18,7 @@ from segue.guided.grammars import MAX_CHOICES
 from segue.messages.guided import ANY_JSON_OBJECT, GrammarSpec
 
 Schema = dict[str, Any] | bool | str  # a string is its JSON
-Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+TextChoices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 Found = tuple[str, GrammarSpec]  # the field's name, and what it asks for
 RULES = {
     "guided_json": "a JSON schema, as an object or a string",
@@ -63,9 +63,9 @@ class GuidedFields(TokenFields, frozen=True, kw_only=True, forbid_unknown_fields
     structured_outputs: dict[str, Any] | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: TextChoices | None = None
     guided_grammar: str | None = None
-    choice: Choices | None = None
+    choice: TextChoices | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: Schema | None = None

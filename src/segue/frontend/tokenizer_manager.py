@@ -30,7 +30,7 @@ from segue.frontend.thread_pool import ThreadPool, turn
 from segue.frontend.tokenizer import PromptEncoder, Tokenizer
 from segue.messages import control
 from segue.messages.control import FrontendMessage, PauseMode, PauseResult
-from segue.messages.guided import Vocabulary
+from segue.messages.guided import GuidedVocabulary
 from segue.messages.memory import MemoryAnswer
 from segue.messages.profile import ProfileAnswer
 from segue.messages.requests import (
@@ -238,10 +238,10 @@ class TokenizerManager:
             raise
         self._admission.num_sent += 1
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GuidedVocabulary:
         """Return the vocabulary, with as many tokens as there are logits."""
         limits, table = self.encoder.limits, self.table
-        return Vocabulary(
+        return GuidedVocabulary(
             tokens=table.tokens[: limits.vocab_size],
             special_ids=sorted(token for token in table.special_ids if token < limits.vocab_size),
             eos_ids=sorted(limits.eos_ids),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from segue.guided.grammars import reason_of, to_llguidance
 from segue.logs import logger
-from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
@@ -51,7 +51,7 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GuidedVocabulary) -> None:
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special_ids
         self.eos_token_id = vocabulary.eos_ids[0]
@@ -66,7 +66,7 @@ class _Tokens:
         return self.tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode())
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def make_tokenizer(vocabulary: GuidedVocabulary) -> LLTokenizer:
     """Return the vocabulary with what llguidance derives from it; it takes part of a second."""
     tokens = _Tokens(vocabulary)
     tokens.tokenizer = LLTokenizer(
@@ -91,7 +91,7 @@ class Matchers:
         self._eos_mask = np.zeros(self._num_words, dtype=np.int32)
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """Take the vocabulary, which must come before the first grammar."""
         self._submit(lambda: self._prepare(vocabulary))
 
@@ -155,7 +155,7 @@ class Matchers:
 
     # --- in the thread ---
 
-    def _prepare(self, vocabulary: Vocabulary) -> None:
+    def _prepare(self, vocabulary: GuidedVocabulary) -> None:
         """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
         started = time.monotonic()
         try:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from segue.messages.fleet import Role, WorkerLoad
-from segue.messages.guided import Vocabulary
+from segue.messages.guided import GuidedVocabulary
 from segue.messages.kv import KVIdentity
 from segue.messages.life import ColdReason, LifeMessage, RankAnswer
 from segue.messages.memory import MemoryAnswer, MemoryTag, ReleaseMemory, ResumeMemory
@@ -66,7 +66,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 FrontendMessage = (
     AddRequest
-    | Vocabulary
+    | GuidedVocabulary
     | Finish
     | Abort
     | Pause

@@ -19,7 +19,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Vocabulary(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
+class GuidedVocabulary(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
     """Tells rank 0 which bytes each token stands for; sent once, before the first guided request."""
 
     tokens: list[bytes]  # by id, one per logit

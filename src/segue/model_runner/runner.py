@@ -15,7 +15,7 @@ from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.control import InitStep
-from segue.messages.guided import Vocabulary
+from segue.messages.guided import GuidedVocabulary
 from segue.messages.life import HeldKV
 from segue.messages.steps import StepPlan
 from segue.model_runner.executor import ForwardOutput, Result, make_stream
@@ -86,7 +86,7 @@ class ModelRunner:
         self._recent.pop(plan.step - NUM_RECENT, None)
         return output
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """Take the vocabulary, which must come before the first guided request."""
         assert self._startup.matchers is not None, "only the rank that samples guides"
         self._startup.matchers.set_vocabulary(vocabulary)

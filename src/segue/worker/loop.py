@@ -34,7 +34,7 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
-from segue.messages.guided import Vocabulary
+from segue.messages.guided import GuidedVocabulary
 from segue.messages.kv import PagesPrepared, PushEnded, RankJoined, WritersGone
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
 from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
@@ -374,7 +374,7 @@ class SchedulerLoop:
                     finished = [answer]
                 elif not self.scheduler.has_work:  # no step will report the new number of waiting requests
                     self._send(self.scheduler.output())
-            case Vocabulary():
+            case GuidedVocabulary():
                 self.runner.set_vocabulary(message)
             case Abort():
                 finished = self.scheduler.abort(message)
