@@ -31,17 +31,23 @@ class Terminal:
         self.output = ""
 
     def type(self, text: str) -> None:
+        """Types once the program waits: what comes while it sets the terminal up may be dropped."""
+        self._settle()
         os.write(self._ours, text.encode())
 
     def interrupt(self) -> None:
         """As Ctrl-C does, once the program waits: Python's `input` loses a signal just before it waits."""
+        self._settle()
+        self.process.send_signal(signal.SIGINT)
+
+    def _settle(self) -> None:
+        """Waits until the program waits."""
         deadline, num_waits = time.monotonic() + 30, 0
         while num_waits < 5:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             num_waits = num_waits + 1 if state == "S" else 0
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        self.process.send_signal(signal.SIGINT)
 
     def expect(self, pattern: str) -> None:
         """Waits until the output has the pattern, and forgets the output up to its end."""
