@@ -55,6 +55,9 @@ class ProcessSize:
     descriptors: int
     mappings: int
     pss_kib: int  # its memory; what several processes share is divided between them
+    # The part of it that is mapped from files, as code is: it changes when other processes that run the same
+    # code start or end, and has no bar of its own.
+    pss_file_kib: int
 
 
 Sizes = Mapping[str, ProcessSize]  # by the names of the processes
@@ -64,9 +67,13 @@ def size_of(pid: int) -> ProcessSize:
     """Return what a process takes at the moment."""
     process = Path(f"/proc/{pid}")
     rollup = (process / "smaps_rollup").read_text().splitlines()
-    (pss,) = (int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
-    mappings = len((process / "maps").read_text().splitlines())
-    return ProcessSize(descriptors=len(os.listdir(process / "fd")), mappings=mappings, pss_kib=pss)
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in rollup[1:]}
+    return ProcessSize(
+        descriptors=len(os.listdir(process / "fd")),
+        mappings=len((process / "maps").read_text().splitlines()),
+        pss_kib=kib["Pss"],
+        pss_file_kib=kib["Pss_File"],
+    )
 
 
 def growth(first: Sequence[Sizes], last: Sequence[Sizes]) -> dict[str, ProcessSize]:
@@ -88,12 +95,12 @@ def leaks(first: Sizes, grown: Mapping[str, ProcessSize]) -> list[str]:
     """Return what has grown by more than its bar."""
     found = []
     for name, more in grown.items():
-        bars = ProcessSize(
-            descriptors=0,
-            mappings=2 + first[name].mappings // 100,
-            pss_kib=1024 + first[name].pss_kib // 50,
-        )
-        for field, limit in asdict(bars).items():
+        bars = {
+            "descriptors": 0,
+            "mappings": 2 + first[name].mappings // 100,
+            "pss_kib": 1024 + first[name].pss_kib // 50,
+        }
+        for field, limit in bars.items():
             if getattr(more, field) > limit:
                 found.append(f"{name}: {getattr(more, field)} more {field}, and {limit} are allowed")
     return found
@@ -165,8 +172,20 @@ class SoakedPod:
                 self._pids["bystander's worker"] = pid
 
     def sizes(self) -> Sizes:
-        """Return what each process takes that lives on."""
-        return {name: size_of(pid) for name, pid in self._pids.items()}
+        """Return what each process takes that lives on.
+
+        Raises:
+            SystemExit: one of them has ended.
+        """
+        sizes = {}
+        for name, pid in self._pids.items():
+            try:
+                sizes[name] = size_of(pid)
+            except FileNotFoundError:
+                sys.exit(
+                    f"the {name} (process {pid}), which nobody killed, has ended:\n" + "\n".join(self.pod.log)
+                )
+        return sizes
 
     def wait_until_whole(self) -> None:
         """Wait until every engine serves or stands by."""
