@@ -30,7 +30,7 @@ WORDS = [
     b"\xa9",
     b"12",
 ]
-TOKENS = [b"<end>", b"<pad>", *WORDS, *[bytes([byte]) for byte in range(0x20, 0x7F)], b"", b"\n"]
+TOKENS = [b"<end>", b"<pad>", *WORDS, *[bytes([byte]) for byte in range(0x20, 0x7F)], b"", b"\n", b"\x7f"]
 EOS = 0
 SIZE = len(TOKENS)
 SPACELESS = {"x-guidance": {"whitespace_flexible": False}}
@@ -44,7 +44,7 @@ def words(alphabet: Sequence[str], lengths: range, prefix: str = "") -> set[str]
     return {prefix + "".join(each) for n in lengths for each in itertools.product(alphabet, repeat=n)}
 
 
-MANY = ["abc", "abd", "ab", "x y", 'a"b\\', "é", "\n"]
+MANY = ["abc", "abd", "ab", "x y", 'a"b\\', "é", "\n", "a\x7f"]
 DIGITS = "0123456789"
 LISTS = {
     "[" + ",".join(each) + "]" for n in range(4) for each in itertools.product(("1", "12", "2"), repeat=n)
@@ -205,3 +205,9 @@ def test_outputs_that_the_grammar_does_not_have_fail_alone(matchers: Matchers) -
     assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
     matchers.take(np.array([0]), lambda: [9])  # of a step that was planned before the end
     assert list(allowed(matchers, 0, 1).failures) == [0]
+    put(matchers, 0, GrammarSpec("json_schema", "{"))  # which no frontend lets through
+    found = allowed(matchers, 0, 1)
+    assert list(found.failures) == [0] and (found.masks[0] == -1).all()
+    assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
+    put(matchers, 0, spec("grammar", "start: start"))
+    assert allowed(matchers, 0).failures == {0: "no token of this model goes on with a text of the grammar"}

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from segue.guided.grammars import reason_of, to_llguidance
+from segue.guided.grammars import GrammarError, reason_of, to_llguidance
 from segue.logs import logger
 from segue.messages.guided import GrammarSpec, GrammarVocabulary
 from segue.messages.requests import SamplingParams
@@ -166,7 +166,13 @@ class Matchers:
 
     def _begin(self, guide: Guide, spec: GrammarSpec, outputs: Sequence[int]) -> None:
         """Put a guide at the start of its grammar, and behind the outputs."""
-        guide.matcher = matcher = self._compile(spec).deep_copy()
+        try:
+            matcher = self._compile(spec).deep_copy()
+        except GrammarError as error:  # only this request fails, although no frontend should have sent it
+            guide.failure = str(error)
+            guide.mask[:] = -1
+            return
+        guide.matcher = matcher
         matcher.consume_tokens(list(outputs))
         self._fill([guide])
 
