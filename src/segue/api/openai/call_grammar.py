@@ -40,11 +40,14 @@ def call_grammar(
         ]
     functions = " | ".join(f"function{index}" for index in range(len(tools)))
     rules.append(f"call: {_text(_BEFORE[form])} ({functions}) {_text(_BEHIND[form])}")
+    # Each schema is a root of its own, so that its references stay what they are. Tools may share one.
+    schemas: dict[str, int] = {}
     for index, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.function.name)}, "{_ARGUMENTS[form]}": '
-        # Each schema is a root of its own, so that its references stay what they are.
-        rules.append(f'function{index}: {_text(head)} arguments{index} "}}"')
-        rules.append(f"arguments{index}: %json {json.dumps(_schema(tool))}")
+        name = json.dumps(tool.function.name, ensure_ascii=False)
+        number = schemas.setdefault(json.dumps(_schema(tool)), len(schemas))
+        head = f'{{"name": {name}, "{_ARGUMENTS[form]}": '
+        rules.append(f'function{index}: {_text(head)} arguments{number} "}}"')
+    rules += [f"arguments{number}: %json {schema}" for schema, number in schemas.items()]
     return "\n".join(rules)
 
 

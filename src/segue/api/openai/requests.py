@@ -30,6 +30,7 @@ from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import SamplingOptions, bounds_of, check_num_entries, num_entries
 from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
+from segue.guided.grammars import MAX_GRAMMAR_BYTES
 from segue.messages.guided import GrammarSpec
 
 MAX_BIASES = 300  # entries of ``logit_bias``: the limit of OpenAI's own API
@@ -213,6 +214,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     options = _options(
         body, model, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
     )
+    check_num_entries(num_entries(options), num_choices(body.n, body.best_of))
     thinking = chat_fields.is_thinking(model, prompt, continued)
     form = chat_fields.reply_form(body, model.chat, thinking=thinking, is_guided=options.grammar is not None)
     request = GenerateRequest(
@@ -247,6 +249,10 @@ def _with_forced_call(
         thinks=chat.thinks,
         thinking=thinking,
     )
+    if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
+        most = f"makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+        rest = "give fewer or smaller tools, or tool_choice auto"
+        raise InvalidRequestError(f"{name}: a call of one of {len(tools)} tools {most}: {rest}", param=name)
     names = {**options.names, "grammar": name}
     return replace(options, grammar=GrammarSpec("grammar", text), names=names)
 
