@@ -135,6 +135,18 @@ def test_a_call_that_is_none_is_content(tool_server: LiveServer) -> None:
     assert whole["finish_reason"] == "length" and len(whole["message"]["tool_calls"]) == 1
 
 
+def test_tokens_are_counted_of_the_tools_as_a_chat_gives_them(tool_server: LiveServer) -> None:
+    many = [WEATHER, {"type": "function", "function": {"name": "other", "description": "x" * 20_000}}]
+    for tools in ([WEATHER], many):
+        asked = {"messages": ASK, "tools": tools}
+        reply = tool_server.client.post("/tokenize", json=asked).json()
+        chat = tool_server.client.post("/v1/chat/completions", json=asked | {"max_tokens": 1}).json()
+        if tools is many:
+            assert f"The prompt has {reply['count']} tokens" in chat["error"]["message"]
+        else:
+            assert reply["count"] == chat["usage"]["prompt_tokens"]
+
+
 def test_the_prompt_has_tools_history_and_the_message_that_goes_on(tool_server: LiveServer) -> None:
     def prompt(messages: list[dict[str, Any]], **fields: Any) -> str:
         asked = {"model": MODEL, "messages": messages, **fields}

@@ -92,6 +92,13 @@ def structured_options(value: dict[str, Any] | None, names: Mapping[str, str]) -
     return _options(list(_structured(value or {})), names)
 
 
+def as_structured_outputs(spec: GrammarSpec) -> dict[str, Any]:
+    """Return the value of ``structured_outputs`` that asks for a grammar."""
+    if spec.kind == "choice":
+        return {"choice": json.loads(spec.text)}
+    return {"json" if spec.kind == "json_schema" else spec.kind: spec.text}
+
+
 def _options(found: list[Found], names: Mapping[str, str]) -> dict[str, Any]:
     if len(found) > 1:
         both = f"{found[0][0]} and {found[1][0]}"

@@ -165,7 +165,7 @@ def tokenize(model: ServedModel) -> Shape:
     """``POST /tokenize``."""
     return Shape(
         model=tokenization.TokenizeBody,
-        large={"prompt": partial(_text, "prompt"), "messages": _conversation},
+        large={"prompt": partial(_text, "prompt"), "messages": _conversation, "tools": _tools},
     )
 
 
