@@ -28,7 +28,7 @@ from segue.api.native import NativeSampling
 from segue.frontend.detokenizer import TokenTable
 from segue.guided import grammars
 from segue.guided.matchers import make_tokenizer
-from segue.messages.guided import GrammarSpec, Vocabulary
+from segue.messages.guided import GrammarSpec, GrammarVocabulary
 
 NUM_SCHEMAS = 200
 BATCH = 16
@@ -106,16 +106,16 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
     return True
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
+def vocabulary_of(tokenizer: Any) -> GrammarVocabulary:
     """Return the vocabulary of a tokenizer, as the engine's workers get it."""
     table = TokenTable.of(tokenizer.backend, tokenizer.special_ids, tokenizer.vocab_size)
-    return Vocabulary(
+    return GrammarVocabulary(
         tokens=table.tokens, special_ids=sorted(table.special_ids), eos_ids=sorted(tokenizer.eos_ids)
     )
 
 
 def time_grammars(
-    vocabulary: Vocabulary, schemas: list[dict[str, Any]], replies: list[list[int]]
+    vocabulary: GrammarVocabulary, schemas: list[dict[str, Any]], replies: list[list[int]]
 ) -> dict[str, list[float]]:
     """Return the milliseconds of CPU time of each check, compilation and mask, and of the vocabulary."""
     began = time.thread_time()
