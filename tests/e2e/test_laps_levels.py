@@ -43,7 +43,7 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(levels, id=str(levels), marks=[pytest.mark.slow] if is_redundant else [])
 
 
-@pytest.mark.parametrize("levels", combinations())
+@pytest.mark.parametrize("levels", list(combinations()))
 def test_every_combination_of_levels_gives_the_same_tokens(
     pairs: Pairs, expected: list[Any], levels: Levels
 ) -> None:
