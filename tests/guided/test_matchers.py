@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -211,3 +212,22 @@ def test_outputs_that_the_grammar_does_not_have_fail_alone(matchers: Matchers) -
     assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
     put(matchers, 0, spec("grammar", "start: start"))
     assert allowed(matchers, 0).failures == {0: "no token of this model goes on with a text of the grammar"}
+
+
+def test_what_would_keep_a_step_waiting_fails_instead(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "((a{60}){60}){60}"))
+    put(matchers, 1, spec("json_schema", {"enum": [str(number) for number in range(7000)]}))
+    failures, text = allowed(matchers, 0, 1).failures, '"6999"'
+    for char in text:
+        drawn = [TOKENS.index(b"a"), TOKENS.index(char.encode())]
+        matchers.take(np.array([0, 1]), partial(list, drawn))
+        failures = allowed(matchers, 0, 1).failures
+    assert list(failures) == [0] and "too many" in failures[0]
+
+
+def test_without_its_vocabulary_only_guided_requests_fail() -> None:
+    made = Matchers(SIZE)
+    made.set_vocabulary(GrammarVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))
+    put(made, 0, spec("regex", "a"))
+    assert allowed(made, 0).failures == {0: "the vocabulary of this model cannot be used for it"}
+    made.close()

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from segue.guided.grammars import GrammarError, reason_of, to_llguidance
@@ -21,6 +21,9 @@ from segue.logs import logger
 from segue.messages.guided import GrammarSpec, GrammarVocabulary
 from segue.messages.requests import SamplingParams
 
+# The work that the beginning of a grammar may need, so that none keeps the steps of all requests waiting.
+# It is three times what an enumeration of 7000 strings needs, or 300 properties with dates.
+MAX_FIRST_WORK = 300_000
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
@@ -158,7 +161,11 @@ class Matchers:
     def _make_tokenizer(self, vocabulary: GrammarVocabulary) -> None:
         """Build what all grammars share. llguidance keeps the GIL, so the process does nothing else."""
         started = time.monotonic()
-        self._tokenizer = make_tokenizer(vocabulary)
+        try:
+            self._tokenizer = make_tokenizer(vocabulary)
+        except Exception:  # the engine serves on, and guided requests fail
+            logger.exception("guided output: the vocabulary cannot be prepared")
+            return
         self._executor = LLExecutor(self._num_threads)
         for token in vocabulary.eos_ids:
             self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
@@ -180,8 +187,10 @@ class Matchers:
         """Return a matcher at the start of a grammar, which must be copied."""
         matcher = self._compiled.pop(spec, None)
         if matcher is None:
-            assert self._tokenizer is not None, "a grammar came before the vocabulary"
-            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0)
+            if self._tokenizer is None:  # its preparation has failed, as the log says
+                raise GrammarError("the vocabulary of this model cannot be used for it")
+            limits = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=limits)
             if len(self._compiled) == MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled[spec] = matcher
