@@ -104,6 +104,16 @@ def test_a_stream_goes_on_behind_any_part_of_a_call(tool_server: LiveServer, cut
         assert stream(payload(told[:count]) + payload(after)) == expected, count
 
 
+def test_the_usage_counts_the_reasoning_of_choices_that_had_ended_before(tool_server: LiveServer) -> None:
+    asked = body("A moment.", n=2, stream=True, stream_options={"include_usage": True})
+    told = frames(tool_server, leg_of("/v1/chat/completions", asked))
+    expected = stream(payload(told))
+    assert b'"completion_tokens_details":{"reasoning_tokens":0}' in payload(told)
+    for count in range(1, len(told)):
+        after = frames(tool_server, leg_of("/v1/chat/completions", asked, outputs=named(told[:count])))
+        assert stream(payload(told[:count]) + payload(after)) == expected, count
+
+
 def test_what_is_shown_of_reasoning_and_calls_is_asked_for(tool_server: LiveServer) -> None:
     plain = choice(tool_server, separate_reasoning=False, tool_choice="none")
     assert plain["message"] == {"role": "assistant", "content": REPLY} and plain["finish_reason"] == "stop"
