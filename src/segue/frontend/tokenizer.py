@@ -110,6 +110,7 @@ class Tokenizer:
         except Exception:
             pass
         self.has_chat_template = True
+        self.template = ChatTemplate.of(template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Use `add_special_tokens` for plain prompts, not for rendered chats.
