@@ -100,7 +100,9 @@ def test_what_would_change_the_reply_is_refused_by_name(route: str, field: str, 
     assert raised.value.param == field and raised.value.message.startswith(f"{field} is not supported")
 
 
-@pytest.mark.parametrize("field", ["structural_tag", "custom_params", "beam_width"])
+@pytest.mark.parametrize(
+    "field", ["structural_tag", "custom_params", "beam_width", "structured_outputs", "guided_json"]
+)
 def test_so_it_is_within_sampling_params(field: str) -> None:
     with pytest.raises(UnsupportedFieldError, match=field):
         request_of("generate", {"text": "a", "sampling_params": [{field: {"a": 1}}]})

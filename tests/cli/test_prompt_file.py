@@ -60,6 +60,8 @@ def test_an_object_has_a_prompt_or_messages_and_sampling_fields(monkeypatch: pyt
         ('{"messages": [{"role": "boss", "content": "Hi"}]}', "role"),
         ('{"prompt": "a", "max_tokes": 3}', "max_tokes.*max_tokens"),
         ('{"prompt": "a", "top_p": 2}', "top_p=2"),
+        (r'{"prompt": "\ud83d"}', "lone surrogate"),
+        (r'{"prompt": "a", "id": "\ud83d"}', "lone surrogate"),
     ],
 )
 def test_a_wrong_line_has_an_error(line: str, words: str, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_errors_and_a_half_written_line_are_dropped_and_the_rest_is_continued(tm
     [
         ("hello\n", DIGESTS, "line 1 is no answer"),
         ('{"index": [], "digest": "", "error": null}\n', DIGESTS, "line 1 is no answer"),
+        ('{"index": Infinity, "digest": "", "error": null}\n', DIGESTS, "line 1 is no answer"),
+        (f"{'[' * 100_000}\n", DIGESTS, "line 1 is no answer"),
         ('{"index": 1, "digest": "x", "error": null}\n', DIGESTS, "answer 1 is that of another prompt"),
         ('{"index": 9, "digest": "d9", "error": null}\n', DIGESTS, "prompts that the input has not"),
     ],

@@ -214,6 +214,7 @@ def test_no_chat_template_is_an_error_that_names_the_remedy(save: Save) -> None:
         ("{{ messages[0].__class__.__mro__ }}", [{"role": "user", "content": "x"}], "unsafe"),
         ("{% for m in messages %}", [{"role": "user", "content": "x"}], "Unexpected end of template"),
         ("{{ 1 }}", [], "empty conversation"),
+        ("{{ 1 // (messages | length - 1) }}", [{"role": "user", "content": "x"}], "by zero"),
     ],
 )
 def test_messages_that_the_template_rejects_are_an_error_with_its_reason(
@@ -229,6 +230,11 @@ def test_arguments_reach_the_template(save: Save) -> None:
         save(tokenizer_class="PreTrainedTokenizerFast", chat_template="{{ tools }}{{ flag }}")
     )
     assert tokenizer.apply_chat_template(MESSAGES[0], tools=[{"a": 1}], flag=7) == "[{'a': 1}]7"
+    nested: dict[str, Any] = {}
+    for _ in range(900):  # a body may be nested so deeply
+        nested = {"a": nested}
+    with pytest.raises(InvalidRequestError, match="recursion"):
+        tokenizer.apply_chat_template(MESSAGES[0], tools=[nested])
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {"type": "BPE"}}'])

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ WORDS = [
     b"\xa9",
     b"12",
 ]
-TOKENS = [b"<end>", b"<pad>", *WORDS, *[bytes([byte]) for byte in range(0x20, 0x7F)], b"", b"\n"]
+TOKENS = [b"<end>", b"<pad>", *WORDS, *[bytes([byte]) for byte in range(0x20, 0x7F)], b"", b"\n", b"\x7f"]
 EOS = 0
 SIZE = len(TOKENS)
 SPACELESS = {"x-guidance": {"whitespace_flexible": False}}
@@ -44,7 +45,7 @@ def words(alphabet: Sequence[str], lengths: range, prefix: str = "") -> set[str]
     return {prefix + "".join(each) for n in lengths for each in itertools.product(alphabet, repeat=n)}
 
 
-MANY = ["abc", "abd", "ab", "x y", 'a"b\\', "é", "\n"]
+MANY = ["abc", "abd", "ab", "x y", 'a"b\\', "é", "\n", "a\x7f"]
 DIGITS = "0123456789"
 LISTS = {
     "[" + ",".join(each) + "]" for n in range(4) for each in itertools.product(("1", "12", "2"), repeat=n)
@@ -205,17 +206,28 @@ def test_outputs_that_the_grammar_does_not_have_fail_alone(matchers: Matchers) -
     assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
     matchers.take(np.array([0]), lambda: [9])  # of a step that was planned before the end
     assert list(allowed(matchers, 0, 1).failures) == [0]
+    put(matchers, 0, GrammarSpec("json_schema", "{"))  # which no frontend lets through
+    found = allowed(matchers, 0, 1)
+    assert list(found.failures) == [0] and (found.masks[0] == -1).all()
+    assert tokens_of(found.masks[1]) == {TOKENS.index(b"x")}
+    put(matchers, 0, spec("grammar", "start: start"))
+    assert allowed(matchers, 0).failures == {0: "no token of this model goes on with a text of the grammar"}
 
 
-def test_without_a_vocabulary_a_guided_request_fails_and_nothing_else(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    matchers = Matchers(SIZE)
-    matchers.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))  # no EOS
-    put(matchers, 0, spec("regex", "a"))
-    assert allowed(matchers, 0).failures == {
-        0: "the model's vocabulary could not be prepared for guided output"
-    }
-    assert "could not be prepared" in caplog.text
-    matchers.take(np.array([0]), lambda: [9])
-    matchers.close()
+def test_what_would_keep_a_step_waiting_fails_instead(matchers: Matchers) -> None:
+    put(matchers, 0, spec("regex", "((a{60}){60}){60}"))
+    put(matchers, 1, spec("json_schema", {"enum": [str(number) for number in range(7000)]}))
+    failures, text = allowed(matchers, 0, 1).failures, '"6999"'
+    for char in text:
+        drawn = [TOKENS.index(b"a"), TOKENS.index(char.encode())]
+        matchers.take(np.array([0, 1]), partial(list, drawn))
+        failures = allowed(matchers, 0, 1).failures
+    assert list(failures) == [0] and "too many" in failures[0]
+
+
+def test_without_its_vocabulary_only_guided_requests_fail() -> None:
+    made = Matchers(SIZE)
+    made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))
+    put(made, 0, spec("regex", "a"))
+    assert allowed(made, 0).failures == {0: "the vocabulary of this model cannot be used for it"}
+    made.close()

@@ -11,7 +11,9 @@ import pytest
 from segue.config import EngineConfig
 from segue.errors import ConfigError, ModelFileError
 from segue.frontend.sampling_options import RequestLimits
+from segue.frontend.tokenizer import chat_form
 from segue.launch.model_setup import find_model, load_tokenizer, names_of, sampling_defaults
+from tests.support.tool_model import HERMES
 
 LIMITS = RequestLimits(max_seq_len=512, vocab_size=320, eos_ids=())
 Configure = Callable[..., EngineConfig]
@@ -40,8 +42,13 @@ def test_another_tokenizer_and_another_template(bare: Configure, tiny_model: Pat
     assert tokenizer is not None and source.tokenizer_directory == tiny_model
     assert source.tokenizer_digest(), "routers compare it"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "<user>hi"
+    template.write_text(HERMES)  # it says also how calls and reasoning are written
+    other = load_tokenizer(config, source)
+    form = chat_form(other, "auto", "auto")
+    assert (form.tools, form.thinks, form.template.uses("tools")) == ("hermes", True, True)
     config = bare(tokenizer=str(tiny_model))
     plain = load_tokenizer(config, find_model(config))
+    assert chat_form(plain, "auto", "auto").tools is None
     assert plain is not None and plain.apply_chat_template([{"role": "user", "content": "hi"}]) != "<user>hi"
     assert load_tokenizer(bare(), find_model(bare())) is None
 

@@ -104,6 +104,16 @@ def test_a_stream_goes_on_behind_any_part_of_a_call(tool_server: LiveServer, cut
         assert stream(payload(told[:count]) + payload(after)) == expected, count
 
 
+def test_the_usage_counts_the_reasoning_of_choices_that_had_ended_before(tool_server: LiveServer) -> None:
+    asked = body("A moment.", n=2, stream=True, stream_options={"include_usage": True})
+    told = frames(tool_server, leg_of("/v1/chat/completions", asked))
+    expected = stream(payload(told))
+    assert b'"completion_tokens_details":{"reasoning_tokens":0}' in payload(told)
+    for count in range(1, len(told)):
+        after = frames(tool_server, leg_of("/v1/chat/completions", asked, outputs=named(told[:count])))
+        assert stream(payload(told[:count]) + payload(after)) == expected, count
+
+
 def test_what_is_shown_of_reasoning_and_calls_is_asked_for(tool_server: LiveServer) -> None:
     plain = choice(tool_server, separate_reasoning=False, tool_choice="none")
     assert plain["message"] == {"role": "assistant", "content": REPLY} and plain["finish_reason"] == "stop"
@@ -133,6 +143,18 @@ def test_a_call_that_is_none_is_content(tool_server: LiveServer) -> None:
     size = tool_server.client.post("/tokenize", json={"prompt": CALL}).json()["count"]
     whole = choice(tool_server, reply=f"{CALL}\nSo it goes.", max_tokens=size + 4)
     assert whole["finish_reason"] == "length" and len(whole["message"]["tool_calls"]) == 1
+
+
+def test_tokens_are_counted_of_the_tools_as_a_chat_gives_them(tool_server: LiveServer) -> None:
+    many = [WEATHER, {"type": "function", "function": {"name": "other", "description": "x" * 20_000}}]
+    for tools in ([WEATHER], many):
+        asked = {"messages": ASK, "tools": tools}
+        reply = tool_server.client.post("/tokenize", json=asked).json()
+        chat = tool_server.client.post("/v1/chat/completions", json=asked | {"max_tokens": 1}).json()
+        if tools is many:
+            assert f"The prompt has {reply['count']} tokens" in chat["error"]["message"]
+        else:
+            assert reply["count"] == chat["usage"]["prompt_tokens"]
 
 
 def test_the_prompt_has_tools_history_and_the_message_that_goes_on(tool_server: LiveServer) -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segue.api.asks_nothing import FIELDS
+from segue.api.guided import FIELD_NAMES
 from segue.api.native import NativeGenerate, parse_call
 from segue.api.openai.chat_fields import MAX_TOOLS
 from segue.api.openai.requests import (
@@ -538,3 +539,8 @@ def test_schemas_and_grammars_may_be_large_and_have_a_bound() -> None:
         assert decode(json.dumps({"sampling_params": params}).encode(), shape)["sampling_params"] == params
     with pytest.raises(InvalidRequestError, match="regex has 131075 bytes of JSON; at most 131072"):
         decode(json.dumps({"regex": "a" * 131073}).encode(), chat(MODEL))
+    messages = b'"messages": [{"role": "user", "content": "%b"}]' % (b"a" * json_pieces.AT_ONCE)
+    for name in FIELD_NAMES:  # every one has a rule in words
+        broken = b'{%b, "%b": "\\q%b"}' % (messages, name.encode(), b"a" * LARGE)
+        with pytest.raises(InvalidRequestError, match=f"{name}: expected an? "):
+            decode(broken, chat(MODEL))

@@ -97,17 +97,22 @@ def test_what_a_conversation_is_rendered_to_can_be_generated_from(server: LiveSe
     assert generated["request_id"] == rendered["request_id"]
 
 
-def test_a_grammar_is_rendered_too(server: LiveServer) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
-    for fields, structured in (
-        ({"response_format": wanted}, {"json": '{"type":"null"}'}),
-        ({"choice": ["a", "b", "a"]}, {"choice": ["a", "b"]}),
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json": '{"type":"object"}'}),
+        ({"guided_json": {"type": "null"}}, {"json": '{"type":"null"}'}),
+        ({"guided_choice": ["a", "é"]}, {"choice": ["a", "é"]}),
+        ({"regex": "a+"}, {"regex": "a+"}),
         ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
-    ):
-        body = {"messages": CHAT, "max_tokens": 9, **fields}
-        rendered = post(server, "/v1/chat/completions/render", body)
-        assert rendered["sampling_params"]["structured_outputs"] == structured
-        post(server, "/inference/v1/generate", rendered)
+    ],
+)
+def test_what_guides_the_output_is_rendered_too(
+    server: LiveServer, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    rendered = post(server, "/v1/chat/completions/render", {"messages": CHAT, "max_tokens": 3, **fields})
+    assert rendered["sampling_params"] == {"max_tokens": 3, "structured_outputs": expected}
+    assert post(server, "/inference/v1/generate", rendered)["choices"]
 
 
 def test_each_text_is_rendered_alone(server: LiveServer) -> None:

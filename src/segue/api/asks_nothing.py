@@ -57,6 +57,9 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("early_stopping watermarking", _OPENAI, _OFF),
     # Guided output.
     ("structural_tag stop_regex", (*_OPENAI, "sampling"), _EMPTY),
+    ("response_format", ("sampling",), ({"type": "text"},)),  # other routes' names of what this one has
+    ("structured_outputs", ("sampling",), ({},)),
+    ("choice guided_json guided_regex guided_choice guided_grammar", ("sampling",), ()),
     ("logits_processors", _OPENAI, ([],)),
     ("custom_logit_processor", _BODIES, _EMPTY),
     ("custom_params", (*_OPENAI, "sampling"), ({},)),

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from segue.api.guided import as_structured
-from segue.api.openai.chat_fields import check_template_arguments
+from segue.api.openai.chat_fields import History, Tools, check_template_arguments, rendered_tools
 from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
@@ -40,7 +40,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None  # also each token as the vocabulary writes it
     add_generation_prompt: bool | None = None  # of messages, as the next fields; None: as if true
     continue_final_message: bool | None = None  # leave the last message open
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None  # refused
 
@@ -133,8 +133,11 @@ async def _rendered_text(body: TokenizeBody, messages: list[ChatMessage], model:
     if continues:
         template["continue_final_message"] = True
     if body.tools:
-        template["tools"] = body.tools
-    return await model.encoder.render(await messages_of(messages), **template)
+        template |= rendered_tools(body.tools)
+    history = History()
+    rendered = await messages_of(messages, history)
+    template["other_chars"] = template.get("other_chars", 0) + history.num_chars
+    return await model.encoder.render(rendered, **template)
 
 
 async def detokenize(body: DetokenizeBody, model: ServedModel) -> dict[str, Any]:

@@ -88,6 +88,12 @@ def _fields(text: str) -> dict[str, Any]:
     """Return the fields of a line that are not null."""
     try:
         content = json.loads(text)
+        if "\\u" in text:  # an escape may write what no text has
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "the line has a lone surrogate, which is no character; give valid Unicode"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the line is no JSON ({error}); give an object per line") from None
     if not isinstance(content, dict):

@@ -128,7 +128,7 @@ class ResultFile:
             try:
                 content = json.loads(line)
                 index, digest, error = int(content["index"]), content["digest"], content["error"]
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                 raise self._other_input(f"its line {number + 1} is no answer") from None
             if error is None:
                 self.done[index] = digest

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Backend
 
 from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
@@ -110,6 +110,7 @@ class Tokenizer:
         except Exception:
             pass
         self.has_chat_template = True
+        self.template = ChatTemplate.of(template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Use `add_special_tokens` for plain prompts, not for rendered chats.
@@ -152,7 +153,7 @@ class Tokenizer:
             text = self._chat.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever the template's expressions raise, or what is nested too deeply
             raise InvalidRequestError(
                 f"the model's chat template cannot render these messages: {_first_line(error)}",
                 param="messages",

@@ -16,6 +16,10 @@ MAX_REASON_CHARS = 300
 # space, or a new line with its indentation. Without a bound a model may fill its output with spaces.
 JSON_SPACE = r"( |\n {0,32})?"
 
+_PLAINLY = dict.fromkeys(  # what llguidance says by a name of its own
+    ("NoExtension", "NoExtensionBias"), "no token of this model goes on with a text of the grammar"
+)
+
 
 class GrammarError(ValueError):
     """A grammar is wrong, or asks for what is not supported. The message is the reason."""
@@ -29,6 +33,10 @@ def to_llguidance(spec: GrammarSpec) -> str:
     """
     try:
         match spec.kind:
+            case "json_schema" if spec.text.strip() == "true":  # any JSON; llguidance takes objects alone
+                return to_llguidance(GrammarSpec("json_schema", "{}"))
+            case "json_schema" if spec.text.strip() == "false":
+                raise GrammarError("no JSON fits the schema false; give another one")
             case "json_schema":
                 if '"x-guidance"' in spec.text:  # it may have its own rules of spaces
                     return LLMatcher.grammar_from_json_schema(spec.text)
@@ -42,6 +50,8 @@ def to_llguidance(spec: GrammarSpec) -> str:
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
             case "grammar":
                 return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+    except GrammarError:
+        raise
     except Exception as error:  # the conversion from GBNF raises plain exceptions too
         raise GrammarError(reason_of(str(error) or type(error).__name__)) from None
 
@@ -62,9 +72,10 @@ def check(spec: GrammarSpec) -> None:
 def reason_of(text: str) -> str:
     """Return what llguidance says, in one line of bounded length."""
     line = " ".join(text.split())
+    line = _PLAINLY.get(line, line)
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}…"
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a literal of Lark's notation."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as a literal of Lark's notation, in which DEL is written as an escape, too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -13,14 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from segue.guided.grammars import reason_of, to_llguidance
+from segue.guided.grammars import GrammarError, reason_of, to_llguidance
 from segue.logs import logger
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
+# The work that the beginning of a grammar may need, so that none keeps the steps of all requests waiting.
+# It is three times what an enumeration of 7000 strings needs, or 300 properties with dates.
+MAX_FIRST_WORK = 300_000
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
@@ -172,9 +175,12 @@ class Matchers:
         """Put a guide at the start of its grammar, and behind the outputs."""
         try:
             guide.matcher = matcher = self._compile(spec).deep_copy()
-        except Exception as error:  # it ends this request, and not the engine
-            logger.exception("a grammar of kind %s could not be compiled", spec.kind)
-            guide.failure = reason_of(str(error) or type(error).__name__)
+        except Exception as error:  # only this request fails, although no frontend should have sent it
+            if isinstance(error, GrammarError):
+                guide.failure = str(error)
+            else:
+                logger.exception("a grammar of kind %s could not be compiled", spec.kind)
+                guide.failure = reason_of(str(error) or type(error).__name__)
             guide.mask[:] = -1
             return
         matcher.consume_tokens(list(outputs))
@@ -184,9 +190,10 @@ class Matchers:
         """Return a matcher at the start of a grammar, which must be copied."""
         matcher = self._compiled.pop(spec, None)
         if matcher is None:
-            if self._tokenizer is None:
-                raise RuntimeError("the model's vocabulary could not be prepared for guided output")
-            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0)
+            if self._tokenizer is None:  # its preparation has failed, as the log says
+                raise GrammarError("the vocabulary of this model cannot be used for it")
+            limits = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=limits)
             if len(self._compiled) == MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled[spec] = matcher

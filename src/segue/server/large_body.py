@@ -50,6 +50,10 @@ RULES = {  # what fields that may be large are, in words
     **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
     "tools": "a list of functions",
+    "response_format": "an object with a type",
+    "structured_outputs": "an object",
+    **dict.fromkeys(("choice", "guided_choice"), "a list of strings"),
+    **dict.fromkeys(("regex", "ebnf", "guided_regex", "guided_grammar"), "a string"),
     "logit_bias": "an object of token ids and numbers",
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), "a list of token ids"),
     "buckets": "a list of buckets",
@@ -161,7 +165,7 @@ def tokenize(model: ServedModel) -> Shape:
     """``POST /tokenize``."""
     return Shape(
         model=tokenization.TokenizeBody,
-        large={"prompt": partial(_text, "prompt"), "messages": _conversation},
+        large={"prompt": partial(_text, "prompt"), "messages": _conversation, "tools": _tools},
     )
 
 

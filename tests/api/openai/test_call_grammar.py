@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from segue.api.openai.call_grammar import call_grammar
-from segue.api.openai.chat_fields import Tool
+from segue.api.openai.chat_fields import MAX_TOOLS, Tool
 from segue.api.parsers.events import CallBegin
 from segue.api.parsers.message import MessageFormat, MessageParser
 from segue.frontend.chat_template import ToolFormat
@@ -100,3 +100,14 @@ def test_only_calls_of_the_tools_are_accepted(
         )
         events: list[Any] = [*parser.push(text), *parser.finish()]
         assert any(isinstance(event, CallBegin) for event in events)
+
+
+def test_as_many_tools_as_there_may_be_fit_and_a_name_is_written_as_the_prompt_has_it() -> None:
+    many = [{"type": "function", "function": {"name": f"número_{index}"}} for index in range(MAX_TOOLS)]
+    tools = msgspec.convert(many, list[Tool])
+    grammar = call_grammar(tools, "hermes", several=True, thinks=True, thinking=False)
+    grammars.check(GrammarSpec("grammar", grammar))
+    alone = call_grammar(tools[:1], "hermes", several=False, thinks=False, thinking=False)
+    matcher = LLMatcher(LLTokenizer(Bytes()), grammars.to_llguidance(GrammarSpec("grammar", alone)))
+    data = list('<tool_call>\n{"name": "número_0", "arguments": {}}\n</tool_call>'.encode())
+    assert matcher.try_consume_tokens(data) == len(data)

@@ -154,6 +154,9 @@ def test_a_forced_call_guides_the_output_and_a_grammar_of_the_client_leaves_no_r
         with pytest.raises(InvalidRequestError, match="tool_choice and regex both guide") as raised:
             call({"tools": [ADD], "tool_choice": choice, "regex": "a"}, model())
         assert raised.value.param == "tool_choice"
+    large = {"name": "f", "parameters": {"type": "object", "description": "é" * 12_000}}
+    with pytest.raises(InvalidRequestError, match=r"one of 1 tools .* at most 65536 .* smaller tools"):
+        call({"tools": [{"type": "function", "function": large}], "tool_choice": "required"}, model())
     assert form({"regex": "a"}) is None
     guided = form({"regex": "a", "tools": [ADD]}, model(end="<think>"))
     assert guided is not None and not guided.text.thinks and not guided.text.thinking

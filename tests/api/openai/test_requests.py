@@ -117,6 +117,13 @@ def test_what_is_wrong_in_any_of_them_is_named(fields: dict[str, Any], param: st
         assert raised.value.param == param
 
 
+def test_lists_of_tokens_count_once_for_each_choice() -> None:
+    for call in (chat, complete):
+        with pytest.raises(InvalidRequestError, match="for 9 choices"):
+            call(n=9, allowed_token_ids=list(range(30_000)))
+        assert len(call(n=8, allowed_token_ids=list(range(30_000))).requests) == 8
+
+
 def test_priority_and_salt_are_those_of_every_request() -> None:
     for made in (chat(priority=3, cache_salt="s"), complete(prompt=["a", "b"], priority=3, cache_salt="s")):
         assert {(request.priority, request.cache_salt) for request in made.requests} == {(3, "s")}

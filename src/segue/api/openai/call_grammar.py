@@ -12,7 +12,7 @@ from segue.api.parsers import hermes, reasoning
 from segue.errors import InvalidRequestError
 from segue.frontend.chat_template import ChatForm, ToolFormat
 from segue.frontend.sampling_options import SamplingOptions
-from segue.guided.grammars import JSON_SPACE
+from segue.guided.grammars import JSON_SPACE, MAX_GRAMMAR_BYTES
 from segue.messages.guided import GrammarSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def with_forced_call(
     ``thinking``: whether the prompt has begun the reasoning.
 
     Raises:
-        InvalidRequestError: another field guides the output, too.
+        InvalidRequestError: another field guides the output, too, or the tools make too large a grammar.
     """
     if not (tools := forced_tools(body)):
         return options
@@ -48,6 +48,10 @@ def with_forced_call(
         thinks=chat.thinks,
         thinking=thinking,
     )
+    if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
+        most = f"makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+        rest = "give fewer or smaller tools, or tool_choice auto"
+        raise InvalidRequestError(f"{name}: a call of one of {len(tools)} tools {most}: {rest}", param=name)
     names = {**options.names, "grammar": name}
     return replace(options, grammar=GrammarSpec("grammar", text), names=names)
 
@@ -75,11 +79,14 @@ def call_grammar(
         ]
     functions = " | ".join(f"function{index}" for index in range(len(tools)))
     rules.append(f"call: {_text(_BEFORE[form])} ({functions}) {_text(_BEHIND[form])}")
+    # Each schema is a root of its own, so that its references stay what they are. Tools may share one.
+    schemas: dict[str, int] = {}
     for index, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.function.name)}, "{_ARGUMENTS[form]}": '
-        # Each schema is a root of its own, so that its references stay what they are.
-        rules.append(f'function{index}: {_text(head)} arguments{index} "}}"')
-        rules.append(f"arguments{index}: %json {json.dumps(_schema(tool))}")
+        name = json.dumps(tool.function.name, ensure_ascii=False)
+        number = schemas.setdefault(json.dumps(_schema(tool)), len(schemas))
+        head = f'{{"name": {name}, "{_ARGUMENTS[form]}": '
+        rules.append(f'function{index}: {_text(head)} arguments{number} "}}"')
+    rules += [f"arguments{number}: %json {schema}" for schema, number in schemas.items()]
     return "\n".join(rules)
 
 

@@ -190,13 +190,18 @@ def template_arguments(body: ChatCompletionRequest, chat: ChatForm) -> dict[str,
             )
             raise UnsupportedFieldError(text, param="reasoning_effort")
     if body.tools:
-        found["tools"] = [_rendered(tool) for tool in body.tools]
-        found["other_chars"] = len(msgspec.json.encode(found["tools"]))
+        found |= rendered_tools(body.tools)
     if body.continue_final_message:
         found |= {"continue_final_message": True, "add_generation_prompt": False}
     elif body.add_generation_prompt is False:
         found["add_generation_prompt"] = False
     return found
+
+
+def rendered_tools(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return what a template gets of tools, and how much of it there is."""
+    rendered = [_rendered(tool) for tool in tools]
+    return {"tools": rendered, "other_chars": len(msgspec.json.encode(rendered))}
 
 
 def _rendered(tool: Tool) -> dict[str, Any]:

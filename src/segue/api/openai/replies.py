@@ -186,6 +186,12 @@ class ReplyChoices:
         self._num_reasoning[index] = num_reasoning_tokens(self._states[index].ids, has_reasoned, self._table)
         return "tool_calls" if has_call and reason == "stop" else reason
 
+    def note_ended_before(self, index: int, has_reasoned: bool) -> None:
+        """Note a choice of whose end the client had been told before; others have been noted."""
+        if index not in self._num_reasoning:
+            ids = self._states[index].ids
+            self._num_reasoning[index] = num_reasoning_tokens(ids, has_reasoned, self._table)
+
     def usage_details(self) -> dict[str, Any]:
         """Return the fields of ``usage`` about what the choices are made of, once they have ended."""
         counts = [count for count in self._num_reasoning.values() if count is not None]
@@ -320,6 +326,9 @@ class Chunks:
         """Return the last chunk, which has the usage of all choices and no choice; empty if not asked for."""
         if not self._usage:
             return b""
+        for index, message in enumerate(self._messages):
+            if message is not None:
+                self._choices.note_ended_before(index, message.has_reasoned)
         found = usage(ends, self._n) | self._choices.usage_details()
         return self._head + b'],"usage":' + encode(found) + b"}\n\n"
 

@@ -211,6 +211,7 @@ async def chat_call(body: ChatCompletionRequest, model: ServedModel, reply_id: s
     options = _options(
         body, model, max_tokens=max_tokens, logprobs=logprobs, names=names, **prompt_options(wishes, logprobs)
     )
+    check_num_entries(num_entries(options), num_choices(body.n, body.best_of))
     thinking = chat_fields.is_thinking(model, prompt, continued)
     form = chat_fields.reply_form(body, model.chat, thinking=thinking, is_guided=options.grammar is not None)
     request = GenerateRequest(
