@@ -112,9 +112,15 @@ class BrokenHandler(BaseHTTPRequestHandler):
         pass
 
 
+class PatientServer(ThreadingHTTPServer):
+    """A server that refuses no connection of a storm."""
+
+    request_queue_size = 512
+
+
 @contextmanager
 def broken() -> Iterator[Target]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BrokenHandler)
+    server = PatientServer(("127.0.0.1", 0), BrokenHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

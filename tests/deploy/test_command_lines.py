@@ -9,6 +9,7 @@ import pytest
 import typer.main
 from typer._click.exceptions import UsageError
 
+from segue.cli.config_file import CONFIG_FLAG
 from segue.cli.main import app
 from segue.config import EngineConfig
 from segue.router.config import RouterConfig
@@ -37,7 +38,9 @@ def test_each_command_line_is_one_of_segue(where: str, words: list[str], environ
         context = command.make_context(name, rest, parent=context)
     options = {"serve": EngineConfig, "router": RouterConfig}.get(words[0])
     if options is not None:
-        given = {name: value for name, value in context.params.items() if value is not None}
+        given = {
+            name: value for name, value in context.params.items() if value is not None and name != CONFIG_FLAG
+        }
         given.pop("shadows", None)
         options.create(environ, **given)
 

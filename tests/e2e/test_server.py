@@ -170,7 +170,7 @@ def test_a_higher_priority_overtakes_the_queue(small: list[str], wait_until: Wai
     with serve("--max-running-requests", "1", *small) as served:
 
         def ask(priority: int) -> None:
-            params = {"max_new_tokens": 16, "ignore_eos": True}
+            params = {"max_new_tokens": 100, "ignore_eos": True}  # they end apart
             body = {"text": "Once upon a time", "sampling_params": params, "priority": priority}
             assert httpx.post(f"{served.url}/generate", json=body, timeout=60).status_code == 200
             ended.append(priority)
