@@ -116,6 +116,8 @@ class PausingSimulation(Simulation):
         message = Flush(self._call(), timeout_s, retract)
         self.owed[message.call] = message
         self.flush_deadlines[message.call] = self.now + timeout_s
+        if retract:  # it takes what a pause in place has kept
+            self.kept = {}
         self.control.flush(message, self.now)
         self._after(settle)
         return message.call
