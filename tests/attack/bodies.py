@@ -125,7 +125,7 @@ def chat_tools_of_many_numbers(sizes: ServerSizes) -> Body:
 
 @worst
 def chat_calls_with_large_arguments(sizes: ServerSizes) -> Body:
-    arguments = b'"{\\"a\\":%b}"' % array(b"[]", 260_000)
+    arguments = b'"{\\"a\\":%b}"' % array(b"[]", 190_000)  # two such calls are the most
     call = b'{"function":{"name":"f","arguments":%b}}' % arguments
     one = b'{"role":"assistant","tool_calls":%b}' % array(call, 4 * len(call))
     return chat(sizes, messages=array(one, 3 * len(one)))

@@ -116,8 +116,8 @@ def top(
 ) -> None:
     """Watch a server: requests, tokens per second, KV, latencies, weights, state; behind a router per worker.
 
-    "in/s" counts prompt tokens. TTFT is the time to the first token, and ITL that between tokens: the median
-    and the 99th percentile. Rates and percentiles are those of the last 10 seconds; percentiles of all
+    "prompt tok/s" counts prompt tokens. TTFT is the time to the first token, and ITL that between tokens: the
+    median and the 99th percentile. Rates and percentiles are those of the last 10 seconds; percentiles of all
     requests, if there was none.
     """
     watch, console = ServerWatch(Remote(url, api_key)), Console(highlight=False)

@@ -18,6 +18,7 @@ from tests.support.tool_model import HERMES, LLAMA
 
 ASK = {"role": "user", "content": "Hi"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+MANY_LISTS = '{"a":[%s]}' % ",".join(["[]"] * 65_536)
 ADD_CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [ADD_CALL]}
 
@@ -198,6 +199,13 @@ LAST = "continue_final_message"
                 "messages[0].tool_calls[0].function.arguments",
                 "JSON of an object",
             ),
+        ),
+        (
+            {"messages": [CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": MANY_LISTS}}]}]},
+            HERMES,
+            InvalidRequestError,
+            "messages[0].tool_calls[0].function.arguments",
+            "65538 opening brackets; at most 65536",
         ),
         (
             {"messages": [{"role": "assistant"}]},

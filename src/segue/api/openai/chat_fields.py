@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 MAX_TOOLS = 512
 MAX_ARGUMENTS_CHARS = 1 << 18  # of one call in the history: decoding takes at most 40 ms
 MAX_ALL_ARGUMENTS_CHARS = 1 << 21  # of all its calls
+# Opening brackets in the arguments of one call, and of all: each may be a list or an object, and a garbage
+# collection that looks at a million of them stops the event loop for a tenth of a second.
+MAX_ARGUMENTS_BRACKETS = 1 << 16
+MAX_ALL_ARGUMENTS_BRACKETS = 1 << 17
 _INLINE_CHARS = 1 << 14  # of arguments, behind which other requests get their turn
 # Arguments of a chat template that decide how it is used, and not what it says.
 RESERVED = frozenset(
@@ -218,7 +222,8 @@ class History:
     """Makes the calls in a conversation what templates take: their arguments become objects."""
 
     def __init__(self) -> None:
-        self._num_argument_chars = 0  # of arguments
+        self._num_argument_chars = 0
+        self._num_argument_brackets = 0
         self.num_chars = 0  # of arguments and reasoning: what the template gets beside the contents
 
     async def calls_of(self, calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
@@ -239,14 +244,19 @@ class History:
         return found
 
     def _decoded(self, given: str, where: str) -> dict[str, Any]:
+        num_brackets = given.count("[") + given.count("{")
         self._num_argument_chars += len(given)
+        self._num_argument_brackets += num_brackets
         self.num_chars += len(given)
-        for count, most, which in (
-            (len(given), MAX_ARGUMENTS_CHARS, "it has"),
-            (self._num_argument_chars, MAX_ALL_ARGUMENTS_CHARS, "with those of the calls before, it has"),
+        alone, together = "it has", "with those of the calls before, it has"
+        for count, most, which, unit in (
+            (len(given), MAX_ARGUMENTS_CHARS, alone, "characters"),
+            (self._num_argument_chars, MAX_ALL_ARGUMENTS_CHARS, together, "characters"),
+            (num_brackets, MAX_ARGUMENTS_BRACKETS, alone, "opening brackets"),
+            (self._num_argument_brackets, MAX_ALL_ARGUMENTS_BRACKETS, together, "opening brackets"),
         ):
             if count > most:
-                text = f"{where}: {which} {count} characters; at most {most} are allowed"
+                text = f"{where}: {which} {count} {unit}; at most {most} are allowed"
                 raise InvalidRequestError(text, param=where)
         return _object(given, where)
 
