@@ -18,7 +18,7 @@ from tests.support.tool_model import HERMES, LLAMA
 
 ASK = {"role": "user", "content": "Hi"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
-MANY_LISTS = '{"a":[%s]}' % ",".join(["[]"] * 65_536)
+MANY_LISTS = '{"a":[' + ",".join(["[]"] * 65_536) + "]}"
 ADD_CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [ADD_CALL]}
 
