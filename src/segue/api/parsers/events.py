@@ -7,7 +7,8 @@ is then in the same state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MOST_SPACE = 64  # characters of white space that wait for what comes behind them
@@ -67,6 +68,29 @@ class Parser(Protocol):
     def finish(self) -> list[Event]:
         """Returns what the text ends with; nothing may be pushed afterwards."""
         ...
+
+
+@dataclass(slots=True)
+class SteppingParser(ABC):
+    """A parser that decides, one step after the other, on the text that it holds."""
+
+    _held: str = field(default="", init=False)  # text that was not decided on yet
+
+    def push(self, text: str) -> list[Event]:
+        """Take more text; returns what is certain now."""
+        self._held += text
+        events: list[Event] = []
+        while self._step(events):
+            pass
+        return events
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Returns what the text ends with; nothing may be pushed afterwards."""
+
+    @abstractmethod
+    def _step(self, events: list[Event]) -> bool:
+        """Take the next part of the text that is held; returns whether there is more to do."""
 
 
 def num_held(text: str, mark: str) -> int:

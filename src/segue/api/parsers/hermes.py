@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from segue.api.parsers.call import CallReader
-from segue.api.parsers.events import Content, Event, num_held, split_certain, strip_end
+from segue.api.parsers.events import Content, Event, SteppingParser, num_held, split_certain, strip_end
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(slots=True)
-class HermesParser:
+class HermesParser(SteppingParser):
     """Content, and calls anywhere in it. White space before a call and behind it is no content.
 
     A name that is none of ``names`` is a call all the same: whoever executes it can tell the model.
@@ -21,17 +21,8 @@ class HermesParser:
 
     names: Collection[str] = ()
     _state: Literal["content", "call", "close"] = "content"
-    _held: str = ""  # text that was not decided on yet
     _is_behind_call: bool = False  # only white space has come since a call
     _call: CallReader | None = None
-
-    def push(self, text: str) -> list[Event]:
-        """Take more text; returns what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         """Returns what the text ends with."""

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from segue.api.parsers.call import CallReader
-from segue.api.parsers.events import MOST_SPACE, Content, Event, num_held, split_certain, strip_end
+from segue.api.parsers.events import (
+    MOST_SPACE,
+    Content,
+    Event,
+    SteppingParser,
+    num_held,
+    split_certain,
+    strip_end,
+)
 
 MARK = "<|python_tag|>"
 _SEPARATORS = (";", ",")
 
 
 @dataclass(slots=True)
-class Llama3JsonParser:
+class Llama3JsonParser(SteppingParser):
     """The text begins with a call, or a mark comes before one; calls may be separated by a semicolon.
 
     As an answer may be JSON without being a call, only objects that name one of the functions are calls.
@@ -22,16 +30,7 @@ class Llama3JsonParser:
 
     names: Collection[str] = ()
     _state: Literal["start", "content", "call", "behind"] = "start"
-    _held: str = ""  # text that was not decided on yet
     _call: CallReader | None = None
-
-    def push(self, text: str) -> list[Event]:
-        """Take more text; returns what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         """Returns what the text ends with."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from segue.api.parsers.events import MOST_SPACE, Content, Event, Reasoning, num_held, split_certain, strip_end
+from segue.api.parsers.events import (
+    MOST_SPACE,
+    Content,
+    Event,
+    Reasoning,
+    SteppingParser,
+    num_held,
+    split_certain,
+    strip_end,
+)
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(slots=True)
-class ThinkParser:
+class ThinkParser(SteppingParser):
     """One block of reasoning at the beginning, then the answer. Space around the block's marks is neither.
 
     A block that is not closed is reasoning up to the end of the text.
@@ -20,7 +29,6 @@ class ThinkParser:
     is_open: bool = False  # whether the prompt has begun the block
     # Before a block that the text or the prompt has to begin; behind its mark, and in it; behind it.
     _state: Literal["start", "begun", "opened", "reasoning", "closed", "content"] = "start"
-    _held: str = ""  # text that was not decided on yet
     has_block: bool = False  # whether there is such a block
 
     def __post_init__(self) -> None:
@@ -31,14 +39,6 @@ class ThinkParser:
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the block."""
         return self._state in ("begun", "opened", "reasoning")
-
-    def push(self, text: str) -> list[Event]:
-        """Take more text; returns what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         """Returns what the text ends with."""
