@@ -94,7 +94,7 @@ def test_a_captured_graph_sees_other_slabs_and_is_bit_equal_to_eager(
     with torch.cuda.graph(graph):
         torch.mm(inputs, weight, out=output)
     for cycle in range(20):
-        window.remap(0, slabs[cycle % 2], writable=False)
+        window.remap({0: slabs[cycle % 2]}, writable=False)
         graph.replay()
         replayed = output.clone()
         assert torch.equal(replayed, torch.mm(inputs, weight)), cycle

@@ -14,6 +14,7 @@ from segue.memory.budget import (
     check_standby,
     formula_pages,
     plan_pages,
+    standby_bytes,
 )
 
 CUDA = Demand(
@@ -180,3 +181,11 @@ def test_imbalance_names_ranks_and_bytes():
 
 def test_ranks_that_share_memory_are_never_imbalanced():
     assert agree_on_free([9 * GIB, 1 * GIB], separate=False) == 1 * GIB
+
+
+def test_an_engine_that_starts_beside_one_needs_its_reserve_and_the_kv_cache_or_the_little_that_it_parks():
+    # 800,000 reserved, of which 20,000 are there with the weights
+    assert standby_bytes(CUDA, kv_bytes=500_000) == 1_280_000
+    parked = replace(CUDA, num_engines=2, is_arena_shared=True, parks_kv=True)
+    assert standby_bytes(parked, kv_bytes=1_000_000_000) == 780_000 + parked.parked_bytes
+    check_standby(parked, standby_bytes(parked, 1_000_000_000), 1_000_000_000)

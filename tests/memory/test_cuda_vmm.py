@@ -78,6 +78,20 @@ def test_queued_work_ends_before_a_slab_is_unmapped(vmm: CudaVMM, driver: FakeDr
     assert driver.of("cuMemUnmap") == driver.of("cuMemAddressFree") == [(window.address, SIZE)]
 
 
+def test_slabs_take_the_places_of_others_with_one_wait_and_neighbours_get_access_in_one_call(
+    vmm: CudaVMM, driver: FakeDriver
+) -> None:
+    window = MemoryWindow(vmm, 4 * SIZE)
+    for place in range(4):
+        window.map(place * SIZE, vmm.private(SIZE), writable=False)
+    driver.calls.clear()
+    window.remap({place * SIZE: vmm.adopt(5, SIZE) for place in (0, 1, 3)}, writable=False)
+    assert driver.names.count("synchronise") == 1
+    assert len(driver.of("cuMemUnmap")) == len(driver.of("cuMemMap")) == 3
+    found = [(where - window.address, size) for where, size, *_ in driver.of("cuMemSetAccess")]
+    assert found == [(0, 2 * SIZE), (3 * SIZE, SIZE)]
+
+
 @pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess"])
 def test_a_slab_that_cannot_be_mapped_leaves_nothing_mapped(
     vmm: CudaVMM, driver: FakeDriver, failing: str

@@ -55,10 +55,10 @@ def test_other_slabs_are_seen_at_the_same_addresses(vmm: MemfdVMM, window: Memor
 def test_a_slab_takes_the_place_of_another(vmm: MemfdVMM, window: MemoryWindow) -> None:
     window.map(0, sealed(vmm, b"a"), writable=False)
     window.map(GRANULARITY, sealed(vmm, b"b", 2 * GRANULARITY), writable=False)
-    window.remap(0, sealed(vmm, b"c"), writable=False)
+    window.remap({0: sealed(vmm, b"c")}, writable=False)
     assert [content(window, offset) for offset in (0, GRANULARITY)] == [b"c", b"b"]
     with pytest.raises(AssertionError, match=f"no slab of {GRANULARITY} bytes is mapped at {GRANULARITY}"):
-        window.remap(GRANULARITY, sealed(vmm, b"d"), writable=False)
+        window.remap({GRANULARITY: sealed(vmm, b"d")}, writable=False)
 
 
 def test_slabs_do_not_overlap_and_stay_inside(vmm: MemfdVMM, window: MemoryWindow) -> None:
@@ -73,7 +73,7 @@ def test_slabs_do_not_overlap_and_stay_inside(vmm: MemfdVMM, window: MemoryWindo
 def test_a_slab_that_cannot_be_mapped_leaves_its_place_empty(vmm: MemfdVMM, window: MemoryWindow) -> None:
     window.map(0, sealed(vmm, b"a"), writable=False)
     with pytest.raises(SharedMemoryError, match="sealed"):
-        window.remap(0, sealed(vmm, b"b"), writable=True)
+        window.remap({0: sealed(vmm, b"b")}, writable=True)
     assert window.mapped_bytes == 0
     window.map(0, sealed(vmm, b"c"), writable=False)
     assert content(window, 0) == b"c"

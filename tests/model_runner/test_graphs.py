@@ -12,6 +12,7 @@ from segue.model_runner import graphs, grid
 from segue.model_runner.graphs import (
     MAX_PADDING,
     CaptureSizes,
+    GraphMeter,
     Graphs,
     Route,
     capture_kinds,
@@ -278,3 +279,20 @@ def test_the_sizes_without_room_are_named_by_kind(captured: dict[str, Any]) -> N
 def test_the_log_names_what_each_kind_has_cost(captured: dict[str, Any]) -> None:
     text = "5 graphs: decode 2 in 2.50 s, 20 MiB; forward 3 in 3.75 s, 30 MiB"
     assert describe_costs(captured["costs"]) == text
+
+
+@pytest.mark.parametrize(("is_alone", "expected"), [(True, 3 * 2**30 + 7 * 2**20), (False, 39 * 2**20)])
+def test_what_other_processes_of_a_device_take_does_not_count_as_graphs(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool, expected: int
+) -> None:
+    free, reserved = [60 * 2**30], [2**30]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    meter = GraphMeter(torch.device("cuda"), is_alone=is_alone)
+    reserved[0] += 4 * 2**20  # a pool of torch's
+    free[0] -= 4 * 2**20 + 3 * 2**20  # and the driver's part
+    assert meter.read() == 7 * 2**20
+    free[0] -= 3 * 2**30  # another engine's KV cache
+    assert meter.read() == expected
+    free[0] += 2**30 if not is_alone else 0  # what another one gives back does not make room
+    assert meter.read() == expected

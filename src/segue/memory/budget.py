@@ -187,18 +187,24 @@ def _explicit_bytes(demand: Demand, num_pages: int) -> int:
     return demand.local_ranks * each
 
 
-def check_standby(demand: Demand, free: int, kv_bytes: int) -> None:
-    """Check that an engine can have what the engines beside it have; `free` is measured after the load.
+def standby_bytes(demand: Demand, kv_bytes: int) -> int:
+    """Return the bytes that an engine still needs, with its weights loaded, beside one of its cohort.
 
     An engine that parks its KV cache of `kv_bytes` needs little of it: when it wakes, the one before it has
     ended, whose memory it then has.
+    """
+    reserve = demand.reserve.total - demand.reserve.derived  # which was made with the weights
+    kv = min(kv_bytes, demand.parked_bytes) if demand.parks_kv else kv_bytes
+    return demand.local_ranks * (reserve + kv)
+
+
+def check_standby(demand: Demand, free: int, kv_bytes: int) -> None:
+    """Check that an engine can have what the engines beside it have; `free` is measured after the load.
 
     Raises:
         OutOfMemoryError: the device has too little memory.
     """
-    reserve = demand.reserve.total - demand.reserve.derived  # which was made with the weights
-    kv = min(kv_bytes, demand.parked_bytes) if demand.parks_kv else kv_bytes
-    needed = demand.local_ranks * (reserve + kv)
+    needed = standby_bytes(demand, kv_bytes)
     if needed > free:
         what = "its part of the KV cache while it stands by" if demand.parks_kv else "KV"
         raise OutOfMemoryError(

@@ -7,7 +7,7 @@ mapping.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_int, c_uint64
 from functools import cached_property
 
@@ -80,20 +80,35 @@ class CudaVMM:
 
     def map(self, address: int, slab: Slab, *, writable: bool) -> None:
         """See `VMM.map`; a kernel that writes to a slab that is not writable ends this process's context."""
+        self._map({address: slab}, writable=writable)
+
+    def remap(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
+        """See `VMM.remap`; generation stands still meanwhile, so the device is waited for once."""
+        self._synchronise()
+        cuda.use_device(self._device)
+        for address, slab in slabs.items():
+            cuda.call("cuMemUnmap", address, slab.size)
+        self._map(slabs, writable=writable)
+
+    def _map(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
+        """Map slabs where nothing is mapped: all of them or none; neighbours get their access in one call."""
         location = cuda.MemoryLocation(cuda.ON_DEVICE, self._device)
         access = cuda.AccessDescription(location, cuda.READ_WRITE if writable else cuda.READ)
         cuda.use_device(self._device)
+        mapped: dict[int, int] = {}  # bytes, by address
         try:
-            cuda.call("cuMemMap", address, slab.size, 0, slab.handle, 0)
-            try:
-                cuda.call("cuMemSetAccess", address, slab.size, byref(access), 1)
-            except CUDADriverError:
-                cuda.call("cuMemUnmap", address, slab.size)
-                raise
+            for address, slab in slabs.items():
+                cuda.call("cuMemMap", address, slab.size, 0, slab.handle, 0)
+                mapped[address] = slab.size
+            for address, size in _joined(mapped):
+                cuda.call("cuMemSetAccess", address, size, byref(access), 1)
         except CUDADriverError as error:
+            for address, size in mapped.items():
+                cuda.call("cuMemUnmap", address, size)
+            sizes = ", ".join(str(slab.size) for slab in slabs.values())
             raise SharedMemoryError(
-                f"a slab of {slab.size} bytes cannot be mapped at {address:#x} of GPU {self._device} "
-                f"({error.message}); it may have another size, or be of a GPU that this one cannot access"
+                f"slabs of {sizes} bytes cannot be mapped at {min(slabs):#x} of GPU {self._device} "
+                f"({error.message}); one may have another size, or be of a GPU that this one cannot access"
             ) from error
 
     def populate(self, address: int, size: int) -> None:
@@ -126,3 +141,14 @@ class CudaVMM:
         assert size > 0 and size % self.granularity == 0, (
             f"{size} bytes are not whole blocks of {self.granularity} bytes"
         )
+
+
+def _joined(ranges: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return ranges, given as bytes by address, as addresses and bytes, with neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for address, size in sorted(ranges.items()):
+        if joined and sum(joined[-1]) == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((address, size))
+    return joined

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 
 from segue.errors import SharedMemoryError, SlabInUseError, SlabMemoryError
@@ -141,6 +142,18 @@ class MemfdVMM:
         """See `VMM.populate`: 55 ms per GiB, which the first accesses would take otherwise."""
         self._check_range(address, size)
         _advise(address, size, _MADV_POPULATE_READ)
+
+    def remap(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
+        """See `VMM.remap`."""
+        for address, slab in slabs.items():
+            self.unmap(address, slab.size)
+        try:
+            for address, slab in slabs.items():
+                self.map(address, slab, writable=writable)
+        except SharedMemoryError:
+            for address, slab in slabs.items():
+                self.unmap(address, slab.size)
+            raise
 
     def unmap(self, address: int, size: int) -> None:
         """See `VMM.unmap`; pages of this process alone are freed."""

@@ -7,6 +7,7 @@ range of addresses once, binds tensors to it, and exchanges what is mapped there
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,14 @@ class VMM(Protocol):
 
         Raises:
             SharedMemoryError: the slab cannot be mapped; nothing is mapped then.
+        """
+        ...
+
+    def remap(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
+        """Map slabs, by their addresses, in the places of slabs of the same sizes, which are unmapped.
+
+        Raises:
+            SharedMemoryError: a slab cannot be mapped; nothing is mapped at any of the addresses then.
         """
         ...
 

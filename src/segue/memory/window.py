@@ -6,7 +6,7 @@ slabs, or none, under the same addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from segue.memory.vmm import VMM, Slab
 from segue.sizes import round_up
@@ -40,15 +40,20 @@ class MemoryWindow:
         self._vmm.map(self.address + offset, slab, writable=writable)
         self._mapped[offset] = slab.size
 
-    def remap(self, offset: int, slab: Slab, *, writable: bool) -> None:
-        """Map a slab in the place of the one at `offset`, which has the same size.
+    def remap(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
+        """Map slabs, by their offsets, in the places of those that are mapped there, of the same sizes.
 
         Raises:
-            SharedMemoryError: the slab cannot be mapped; nothing is mapped there any more.
+            SharedMemoryError: a slab cannot be mapped; nothing is mapped at any of the offsets any more.
         """
-        assert self._mapped.get(offset) == slab.size, f"no slab of {slab.size} bytes is mapped at {offset}"
-        self.unmap(offset)
-        self.map(offset, slab, writable=writable)
+        for offset, slab in slabs.items():
+            assert self._mapped.get(offset) == slab.size, (
+                f"no slab of {slab.size} bytes is mapped at {offset}"
+            )
+            del self._mapped[offset]
+        places = {self.address + offset: slab for offset, slab in slabs.items()}
+        self._vmm.remap(places, writable=writable)
+        self._mapped |= {offset: slab.size for offset, slab in slabs.items()}
 
     def populate(self, offsets: Iterable[int] | None = None) -> None:
         """Make the first access to the slabs that are mapped at these offsets fast; None: to all slabs."""

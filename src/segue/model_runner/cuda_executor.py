@@ -138,15 +138,11 @@ class CUDAExecutor(StepExecutor):
         return sum(cost.num_graphs for cost in self.graph_costs.values())
 
     @torch.inference_mode()
-    def warm_up(self) -> int:
-        """Compile the kernels of steps above the largest forward graph; captures compile those of the others.
-
-        Returns the bytes of the device that are free afterwards, to measure what the graphs take.
-        """
+    def warm_up(self) -> None:
+        """Compile the kernels of steps above the largest forward graph; captures compile the others'."""
         for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
             self._run_forward(self._shape(tokens))
         free_garbage()
-        return torch.cuda.mem_get_info(self.state.device)[0]
 
     @torch.inference_mode()
     def capture(self, taken: Callable[[], int], reserve: int) -> list[str]:

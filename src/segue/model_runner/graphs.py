@@ -32,6 +32,7 @@ from segue.messages.steps import EagerReason, StepPlan
 # that devices reach.
 _LAYER_S, _OPERATIONS_PER_S = 2 * 0.5e-3, 4e14
 _MIN_FORWARD_GRAPH_TOKENS = 1024
+_MOST_OF_DRIVER = 32 << 20  # bytes that the driver takes for one graph: about 3 MiB for 28 layers
 MAX_ROWS = 512  # larger batches run eagerly: their logits alone would take the memory reserved for graphs
 MAX_PADDING = 2  # a step runs eagerly if padding would make it more than twice as large
 _MIN_BUCKET = 16  # tokens that any step may be padded to: 16 tokens cost as much as one
@@ -121,6 +122,29 @@ class Graphs(Generic[Size]):
                 f"from those of the same step run eagerly, by at most {max_error:.3g}; serve with "
                 f"--disable-cuda-graph, and report this"
             )
+
+
+class GraphMeter:
+    """Measures the bytes of a device that graphs take: those of torch's pools, and those of the driver.
+
+    The driver tells only how much is free. What other processes of the device take or give back meanwhile, a
+    KV cache above all, would count too. So unless this process `is_alone` there, the driver's part counts at
+    most `_MOST_OF_DRIVER` per reading, and one reading comes before each graph.
+    """
+
+    def __init__(self, device: torch.device, *, is_alone: bool) -> None:
+        self._device, self._is_alone = device, is_alone
+        self._by_driver = 0
+        self._reserved_before = self._reserved = torch.cuda.memory_reserved(device)
+        self._free = torch.cuda.mem_get_info(device)[0]
+
+    def read(self) -> int:
+        """Return the bytes taken since this meter was made; call it before each graph."""
+        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
+        step = (self._free - free) - (reserved - self._reserved)
+        self._free, self._reserved = free, reserved
+        self._by_driver += step if self._is_alone else min(max(0, step), _MOST_OF_DRIVER)
+        return reserved - self._reserved_before + self._by_driver
 
 
 def capture_kinds(

@@ -240,9 +240,9 @@ class NextGeneration:
         """See `NextWeights.adopt`."""
         served = self._served
         self._window.clear()
-        for place, slab in self._slabs.items():
-            served.window.remap(served.starts[place], slab, writable=False)
-        served.window.populate([served.starts[place] for place in self._slabs])
+        slabs = {served.starts[place]: slab for place, slab in self._slabs.items()}
+        served.window.remap(slabs, writable=False)
+        served.window.populate(slabs)
         if served.number != self._number:  # the service may have been started again, and counts anew
             served.retired.append(served.number)
         served.replace(self._number, self._manifest, self._descriptors)

@@ -31,6 +31,7 @@ from segue.memory.budget import (
     check_standby,
     gib,
     plan_pages,
+    standby_bytes,
 )
 from segue.memory.geometry import KVGeometry, check_pinned
 from segue.memory.rank_memory import PrivateMemory, RankMemory, SharedKVMemory
@@ -41,7 +42,7 @@ from segue.model_runner.batch_state import BatchState
 from segue.model_runner.demand import make_demand
 from segue.model_runner.eager import why_impossible
 from segue.model_runner.executor import StepExecutor, free_garbage
-from segue.model_runner.graphs import describe_costs
+from segue.model_runner.graphs import GraphMeter, describe_costs
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.service_start import make_service_memory
@@ -372,7 +373,7 @@ class Startup:
             return demand
         if reason := why_impossible(self.selection, self.source.config, self._experts):
             logger.warning("%s: all steps run eagerly and launch every kernel", reason)
-        elif not afford_graphs(demand, self.config.num_kv_tokens):
+        elif not self._affords_graphs(demand):
             logger.warning(
                 "no CUDA graphs: the %s reserved for them would leave less than that for KV, or no room for "
                 "--num-kv-tokens; steps run eagerly. Raise --memory-ratio, lower --num-kv-tokens, "
@@ -383,18 +384,25 @@ class Startup:
             return demand
         return demand.without_graphs()
 
+    def _affords_graphs(self, demand: Demand) -> bool:
+        """Whether graphs have room beside the KV cache, or beside the other engines of the cohort."""
+        pinned = self.memory.pinned_kv()
+        if pinned is None:
+            return afford_graphs(demand, self.config.num_kv_tokens)
+        return standby_bytes(demand, pinned.kv_bytes) <= self._free()
+
     def _capture(self, executor: CUDAExecutor) -> int:
         """Capture the graphs and return the bytes that they take, on the rank where they take most.
 
         The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that
         do not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
         """
-        free = executor.warm_up()
+        executor.warm_up()
+        meter = GraphMeter(self.resolved.device, is_alone=not self.config.shares_weights)
 
         def taken() -> int:
             """Return the bytes that all graphs so far take, the maximum of the ranks."""
-            used = free - torch.cuda.mem_get_info(self.resolved.device)[0]
-            return max(values[0] for values in self._groups.all_gather([used]))
+            return max(values[0] for values in self._groups.all_gather([meter.read()]))
 
         left_out = executor.capture(taken, GRAPH_RESERVE)
         used = taken()
