@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -140,8 +140,13 @@ class CUDAExecutor(StepExecutor):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile the kernels of steps above the largest forward graph; captures compile the others'."""
-        for tokens in {min(2 * self._max_captured, self._max_tokens), self._max_tokens}:
-            self._run_forward(self._shape(tokens))
+        smaller = min(2 * self._max_captured, self._max_tokens)
+        shapes = [self._shape(tokens) for tokens in dict.fromkeys((smaller, self._max_tokens))]
+        # Attention of decode rows beside prompts has a kernel per number of programs that share a row.
+        rows = (1 << power for power in range(self.max_rows.bit_length()))
+        shapes += [replace(shapes[0], decode=count) for count in rows if count <= shapes[0].sequences]
+        for shape in shapes:
+            self._run_forward(shape)
         free_garbage()
 
     @torch.inference_mode()

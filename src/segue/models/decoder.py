@@ -1,6 +1,7 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -285,22 +286,22 @@ class Decoder(Layer):
                 derived += module.build_derived()
         return derived
 
-    def _changed_by(self, changed: Collection[str] | None) -> Iterator[Linear | RMSNorm | Attention]:
-        """Yield the modules that derive something from these parameters; None: from any.
+    def _changed_by(self, changed: Collection[str] | None) -> Iterable[Linear | RMSNorm | Attention]:
+        """Return the modules that derive something from these parameters; None: from any.
 
-        Generation pauses for it after an update, and torch looks parameters up slowly, so no module is asked
-        for those of all its parts: that took 8 ms for 36 layers.
+        Generation stands still meanwhile after an update. On CUDA only the norms of queries and keys derive
+        anything, and to derive all of them takes 0.3 ms; to look up which have changed would take 7 ms.
         """
-        values = None if changed is None else {self.get_parameter(name) for name in changed}
-        for module in self.modules():
-            if isinstance(module, Attention):
-                read = [norm.weight for norm in (module.q_norm, module.k_norm) if norm is not None]
-            elif isinstance(module, (Linear, RMSNorm)):
-                read = [*module.parameters(recurse=False)]
-            else:
-                continue
-            if values is None or not values.isdisjoint(read):
-                yield module
+        if changed is None:
+            return [module for module in self.modules() if isinstance(module, (Linear, RMSNorm, Attention))]
+        if self.embed.weight.is_cuda and not self.deterministic:
+            return [cast(DecoderLayer, layer).attn for layer in self.layers]
+        values = {self.get_parameter(name) for name in changed}
+        return [
+            module
+            for module in self.modules()
+            if isinstance(module, (Linear, RMSNorm, Attention)) and not values.isdisjoint(module.parameters())
+        ]
 
     def pack(self, name: str, weight: Tensor) -> Gemm | None:
         """Return the packed copy of other values of the parameter `name`; None if no layer keeps one."""
