@@ -11,7 +11,7 @@ def main() -> None:
     try:
         _run()
     finally:
-        # Python's end would collect garbage several times, which takes a fifth of the time of a short command.
+        # Python's end would collect garbage several times: a tenth of the time of a short command.
         gc.freeze()
 
 
