@@ -222,8 +222,11 @@ def test_a_deeply_nested_config_is_corrupt(directory: Path) -> None:
         find(directory)
 
 
-def test_importing_source_does_not_import_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import segue.checkpoint.source"
+def test_importing_source_imports_neither_torch_nor_gguf() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['gguf'] = None; import segue.checkpoint.source, "
+        "segue.frontend.tokenizer"
+    )
     source = Path(segue.__path__[0]).parent
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60)

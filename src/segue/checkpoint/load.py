@@ -10,7 +10,6 @@ from torch import nn
 from tqdm import tqdm
 
 from segue.checkpoint import dummy
-from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.safetensors import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
@@ -101,6 +100,8 @@ def read_weights(
     if source.gguf is None:
         shards = Shards.in_directory(source.directory)
     else:
+        from segue.checkpoint.gguf import weights as gguf_weights
+
         path = gguf_weights.convert(source.gguf, source.directory, source.config, dtype, progress=progress)
         shards = Shards(path, [path])
     with closing(shards):

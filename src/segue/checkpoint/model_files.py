@@ -20,6 +20,7 @@ from segue.errors import ModelFileError, WeightSyncError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONVERTED_KEY = "converted_from_gguf"  # in a tokenizer_config.json that was made of a GGUF file
 MAX_JSON = 256 << 20  # bytes; the index of a model of a million tensors has a tenth of that
 _PIECE = 8 << 20  # bytes read between two checks for cancellation
 _MAX_PATH, _MAX_NAME = 4096, 255  # bytes; the limits of Linux

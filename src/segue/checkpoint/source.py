@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segue.checkpoint import bundled, hub, model_files
-from segue.checkpoint.gguf import convert
-from segue.checkpoint.gguf.file import open_gguf
 from segue.config import LoadFormat
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
@@ -76,7 +74,7 @@ def resolve(
             f"model {gguf} is a file; the load format 'safetensors' needs a directory with a config.json. "
             "Use 'auto'"
         )
-    directory = path if gguf is None else convert.convert(gguf, cache_dir)
+    directory = path if gguf is None else _converted(gguf, cache_dir)
     hf_config = read_json(directory / "config.json")
     try:
         config = ModelConfig.from_hf(hf_config)
@@ -183,6 +181,16 @@ def _locate(model: str, load_format: LoadFormat, revision: str | None) -> tuple[
     )
 
 
+def _converted(gguf: Path, cache_dir: Path) -> Path:
+    """Return the directory with what is converted from a GGUF file, except for its weights.
+
+    Only here the gguf package is loaded: every start of a process with another model does without it.
+    """
+    from segue.checkpoint.gguf import convert
+
+    return convert.convert(gguf, cache_dir)
+
+
 def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
     """Return the GGUF file at `path`, or the only one in the directory `path`.
 
@@ -190,6 +198,8 @@ def _gguf_file(path: Path, load_format: LoadFormat) -> Path | None:
     files, so its GGUF files are ignored unless `load_format` is "gguf".
     """
     if not path.is_dir():
+        from segue.checkpoint.gguf.file import open_gguf
+
         open_gguf(path).close()  # raises an error for any other kind of file
         return path
     if load_format != "gguf" and (path / "config.json").exists():

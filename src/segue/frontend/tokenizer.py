@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Backend
 
-from segue.checkpoint.gguf.tokenizer import CONVERTED_KEY
+from segue.checkpoint.model_files import CONVERTED_KEY
 from segue.checkpoint.source import eos_token_ids, read_json
 from segue.errors import ContextLengthError, InvalidRequestError, ModelFileError, short_repr
 from segue.frontend.bad_words import Words, token_sequences

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer as Backend
 
 from segue.checkpoint.gguf.config import Keys, token_ids
 from segue.checkpoint.gguf.file import GGUFFile
+from segue.checkpoint.model_files import CONVERTED_KEY
 from segue.errors import ModelFileError
-
-CONVERTED_KEY = "converted_from_gguf"  # in tokenizer_config.json
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece
 
