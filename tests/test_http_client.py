@@ -38,7 +38,7 @@ def url() -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 def ask(url: str, body: bytes | None = None, key: str | None = None, **options: Any) -> tuple[int, Any]:

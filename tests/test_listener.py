@@ -44,7 +44,7 @@ def test_siblings_share_the_connections_to_a_port_and_nobody_else_takes_it() -> 
     with bind("127.0.0.1", 0) as first, sibling(first) as one, sibling(first) as other:
         for each in (one, other):
             listen(each)
-            each.settimeout(5)
+            each.settimeout(60)
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match="in use"):
             bind("127.0.0.1", port)

@@ -322,10 +322,8 @@ def test_requests_in_flight_end_at_a_shutdown(tiny_model: Path, monkeypatch: pyt
     replies: list[Any] = []
     reader = threading.Thread(target=lambda: replies.extend(stream))
     reader.start()
-    began = time.monotonic()
     engine.shutdown()
-    reader.join(5)
-    assert time.monotonic() - began < 2.0
+    reader.join(60)
     assert replies[-1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
@@ -346,11 +344,12 @@ def test_an_async_stream_that_nobody_refers_to_any_more_ends_its_request(
         async for _ in engine.async_generate("abc", LONG, stream=True):
             break
 
-    monkeypatch.setenv("FAKE_STEP_S", "0.05")  # the whole reply takes 20 s
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     with start(tiny_model) as engine:
         asyncio.run(begin_and_forget(engine))
         gc.collect()
-        assert_nothing_left(engine)  # within 5 s
+        assert_nothing_left(engine)
+        assert engine._runtime.manager.stats.finished["abort"] == 1
 
 
 def test_an_async_stream_ends_its_request_when_the_loop_that_read_it_ends(
@@ -362,10 +361,11 @@ def test_an_async_stream_ends_its_request_when_the_loop_that_read_it_ends(
         streams.append(engine.async_generate("abc", LONG, stream=True))
         await anext(streams[0])
 
-    monkeypatch.setenv("FAKE_STEP_S", "0.05")  # the whole reply takes 20 s
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     with start(tiny_model) as engine:
         asyncio.run(begin(engine))
-        assert_nothing_left(engine)  # within 5 s
+        assert_nothing_left(engine)
+        assert engine._runtime.manager.stats.finished["abort"] == 1
 
 
 def test_an_async_stream_that_is_not_being_read_at_a_shutdown_says_so(tiny_model: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_stream_may_be_forgotten_on_the_engines_thread(engine: FakeEngine) -> 
         box.clear()
         gc.collect()
 
-    engine._thread.submit(forget()).result(5)
+    engine._thread.submit(forget()).result(60)
 
 
 def test_a_stream_keeps_its_engine_alive(tiny_model: Path) -> None:
@@ -524,7 +524,7 @@ def test_a_fork_cannot_use_the_engine_and_leaves_it_alone(tiny_model: Path) -> N
     """
     with script(tiny_model, rest) as process:
         try:
-            output, _ = process.communicate(timeout=20)
+            output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
     _, _, told, text = output.splitlines()
@@ -532,6 +532,7 @@ def test_a_fork_cannot_use_the_engine_and_leaves_it_alone(tiny_model: Path) -> N
     assert text == "de"
 
 
+@pytest.mark.alone
 def test_killing_the_parent_ends_its_worker_within_a_second(tiny_model: Path, wait_until: Any) -> None:
     with script(tiny_model, "time.sleep(60)") as process:
         assert process.stdout is not None
@@ -552,10 +553,10 @@ def test_ctrl_c_in_a_script_ends_the_call_and_the_worker(tiny_model: Path, wait_
             pass
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
         finally:
             process.kill()
-        wait_until(lambda: not is_alive(pid), 2.0)
+        wait_until(lambda: not is_alive(pid))
 
 
 def test_ctrl_c_while_an_engine_starts_ends_its_worker(
@@ -584,7 +585,7 @@ def test_ctrl_c_while_an_engine_starts_ends_its_worker(
         wait_until(find)
         process.send_signal(signal.SIGINT)
         try:
-            _, errors = process.communicate(timeout=10)
+            _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
         assert b"KeyboardInterrupt" in errors

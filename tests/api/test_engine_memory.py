@@ -26,6 +26,7 @@ from segue.memory.memfd import MemfdVMM
 from segue.memory.releasable import ReleasableMemory
 from tests.model_runner.tiny import save_llama
 from tests.support.fake_engine import assert_nothing_left
+from tests.support.held_steps import hold_here
 
 PROMPTS = [[5, 6, 7] * 30, [9] * 50, list(range(3, 60))]
 OPTIONS: dict[str, Any] = {
@@ -157,14 +158,21 @@ def test_all_resident_bytes_of_the_windows_go_back(model: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
 def test_requests_that_run_are_retracted_and_end_with_the_same_tokens(
-    either: segue.Engine, model: Path, wait_until: Any, tags: list[str] | None
+    either: segue.Engine,
+    model: Path,
+    wait_until: Any,
+    tags: list[str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = either
+    engine, gate = either, hold_here(tmp_path / "steps", monkeypatch)
     whole = tokens(engine, 80)
     engine.flush_cache()
+    gate.close_after(79)
     running = in_thread(lambda: tokens(engine, 80))
     wait_until(lambda: state(engine)["running_batch_size"] == 3)
     engine.release_memory_occupation(tags)
+    gate.open()
     held = state(engine)
     assert (held["running_batch_size"], held["waiting_queue_size"]) == (0, 3)
     assert held["engine_paused"] and held["pause_mode"] == "retract"

@@ -6,28 +6,38 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import segue
 from segue.errors import EngineDeadError, InvalidRequestError
 from tests.support.fake_engine import FakeEngine, assert_nothing_left
+from tests.support.held_steps import StepGate, hold_here
 
 PARAMS = {"max_new_tokens": 25, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Iterator[FakeEngine]:
+def slow_while(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, the fake engine's steps take ten times as long: no request ends meanwhile."""
+    return tmp_path_factory.mktemp("worker") / "slow"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, slow_while: Path) -> Iterator[FakeEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_STEP_S", "0.01")
+        patch.setenv("FAKE_SLOW_WHILE", str(slow_while))
         with FakeEngine(str(tiny_model), load_format="dummy", log_level="error") as engine:
             yield engine
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(engine: segue.Engine) -> Iterator[None]:
+def nothing_left(engine: segue.Engine, slow_while: Path) -> Iterator[None]:
+    Generating.slow_while = slow_while
     yield
+    slow_while.unlink(missing_ok=True)
     engine.continue_generation()
     assert_nothing_left(engine)
 
@@ -38,9 +48,15 @@ def state_of(engine: segue.Engine) -> dict[str, Any]:
 
 
 class Generating:
-    """`generate` in a thread of its own, stopped at some point by a pause from this one."""
+    """`generate` in a thread of its own, stopped at some point by a pause from this one.
+
+    Steps are slow from its beginning until somebody waits for its result.
+    """
+
+    slow_while: ClassVar[Path]
 
     def __init__(self, engine: segue.Engine, prompt: Any = "abc", **params: Any) -> None:
+        self.slow_while.touch()
         self._replies: list[Any] = []
         self._thread = threading.Thread(
             target=lambda: self._replies.append(engine.generate(prompt, PARAMS | params))
@@ -48,7 +64,8 @@ class Generating:
         self._thread.start()
 
     def result(self) -> Any:
-        self._thread.join(20)
+        self.slow_while.unlink(missing_ok=True)
+        self._thread.join(60)
         return self._replies[0]
 
 
@@ -57,11 +74,14 @@ def test_a_pause_from_another_thread_and_a_continue(engine: segue.Engine, wait_u
     check_pause_and_continue(engine, wait_until, mode, 25)
 
 
-def test_the_same_with_a_real_model(tiny_model: Path, wait_until: Any) -> None:
+def test_the_same_with_a_real_model(
+    tiny_model: Path, wait_until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold_here(tmp_path / "steps", monkeypatch)
     options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "log_level": "error"}
     with segue.Engine(str(tiny_model), embedded=True, num_kv_tokens=4096, **options) as engine:
         for mode in ("in_place", "retract"):
-            check_pause_and_continue(engine, wait_until, mode, 300)
+            check_pause_and_continue(engine, wait_until, mode, 300, gate)
         assert_nothing_left(engine)
         assert engine.flush_cache().flushed_items > 0
         state = state_of(engine)
@@ -69,12 +89,21 @@ def test_the_same_with_a_real_model(tiny_model: Path, wait_until: Any) -> None:
         assert (state["tree_cache_size"], state["forward_ct_decode"]) == (0, 0)
 
 
-def check_pause_and_continue(engine: segue.Engine, wait_until: Any, mode: str, count: int) -> None:
-    """Token ids are those of an uninterrupted generation, and none is made while paused."""
+def check_pause_and_continue(
+    engine: segue.Engine, wait_until: Any, mode: str, count: int, gate: StepGate | None = None
+) -> None:
+    """Token ids are those of an uninterrupted generation, and none is made while paused.
+
+    The ``gate`` keeps the request from ending before the pause.
+    """
     whole = engine.generate("abc", PARAMS | {"max_new_tokens": count})
+    if gate is not None:
+        gate.close_after(count - 1)
     work = Generating(engine, max_new_tokens=count)
     wait_until(lambda: state_of(engine)["running_batch_size"] == 1)
     result = engine.pause_generation(mode)
+    if gate is not None:
+        gate.open()
     retracted = int(mode == "retract")
     assert result.mode == mode.replace("-", "_")
     assert (result.num_running, result.num_waiting) == (1 - retracted, retracted)
@@ -116,6 +145,7 @@ def test_an_abort_pause_ends_replies_and_then_continues(engine: segue.Engine, wa
 def test_a_pause_that_waits_returns_when_replies_have_ended(engine: segue.Engine, wait_until: Any) -> None:
     work = Generating(engine)
     wait_until(lambda: state_of(engine)["running_batch_size"] == 1)
+    work.slow_while.unlink()
     result = engine.pause_generation("wait")
     assert (result.mode, result.num_running) == ("wait", 0)
     assert work.result()["meta_info"]["completion_tokens"] == 25
@@ -137,16 +167,18 @@ def test_abort_all_reaches_what_waits(engine: segue.Engine, wait_until: Any) -> 
 
 def test_the_same_from_an_event_loop(engine: segue.Engine) -> None:
     async def work() -> None:
+        Generating.slow_while.touch()
         task = asyncio.ensure_future(engine.async_generate("abc", PARAMS))
         while not (await engine.async_get_server_info())["internal_states"][0]["running_batch_size"]:
             await asyncio.sleep(0.001)
         assert (await engine.async_pause_generation()).num_retracted == 1
+        Generating.slow_while.unlink()
         assert (await engine.async_flush_cache()).success
         await engine.async_continue_generation()
         assert (await task)["meta_info"]["completion_tokens"] == 25
         assert (await engine.async_flush_cache(timeout=10)).success
 
-    asyncio.run(asyncio.wait_for(work(), 20))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_wrong_values_name_the_rule(engine: segue.Engine) -> None:

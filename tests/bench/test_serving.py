@@ -40,7 +40,7 @@ def exchange(client: Client, reply: str) -> tuple[bytes, StreamingRequest]:
             client._port = server.sockets[0].getsockname()[1]
             connection = client.connection(Job(prompt="1 2", max_tokens=9), clock())
             await client.send(connection)
-            await asyncio.wait_for(connection.ended.wait(), 20)
+            await asyncio.wait_for(connection.ended.wait(), 60)
             return connection
 
     connection = asyncio.run(work())

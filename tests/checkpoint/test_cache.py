@@ -143,9 +143,9 @@ def test_a_wait_for_a_lock_ends_with_the_reading(tmp_path: Path) -> None:
 
     with cache.exclusive(tmp_path / "f"):
         thread = ThreadPoolExecutor(1).submit(wait)
-        assert waits.wait(10)
+        assert waits.wait(60)
         cancelled.set()
-        thread.result(10)
+        thread.result(60)
 
 
 def test_the_next_lock_removes_temporary_files_of_a_killed_process(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def answering(*answers: bytes) -> Iterator[str]:
                 except OSError:  # the test has ended, and opened no connection
                     return
                 with connection:
-                    connection.settimeout(5)
+                    connection.settimeout(60)
                     connection.recv(65536)
                     connection.sendall(answer)
                     connection.shutdown(socket.SHUT_WR)
@@ -40,7 +40,7 @@ def answering(*answers: bytes) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 

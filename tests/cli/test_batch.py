@@ -27,7 +27,7 @@ class Scripted:
             self.in_flight += 1
             self.most = max(self.most, self.in_flight)
         try:
-            self._together.wait(10)
+            self._together.wait(60)
             return self._answer(ask.prompt or "")
         finally:
             with self._lock:

@@ -84,7 +84,7 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_it_leaves(
             terminal.expect("Ctrl-C again leaves")
             terminal.expect("you> ")
             terminal.interrupt()
-            assert terminal.process.wait(30) == 0
+            assert terminal.end() == 0
         finally:
             terminal.close()
         server.assert_nothing_left()

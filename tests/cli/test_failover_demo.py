@@ -16,11 +16,11 @@ from segue.errors import SegueError
 
 
 def test_a_slow_reply_is_waited_for_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "QUIET_S", 0.3)
+    monkeypatch.setattr(demo, "QUIET_S", 1.0)
 
     def slowly() -> Iterator[str]:
         for _ in range(8):
-            time.sleep(0.1)
+            time.sleep(0.15)
             yield "x"
 
     stream = demo.WatchedStream()

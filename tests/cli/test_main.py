@@ -274,7 +274,7 @@ def test_chat_with_a_server(tiny_model: Path, typed: Any, capsys: pytest.Capture
 def test_a_running_server_is_paused_flushed_and_continued(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.02")
     with LiveServer(tiny_model) as server:
 
         def output_of(*words: str) -> str:
@@ -288,7 +288,10 @@ def test_a_running_server_is_paused_flushed_and_continued(
 
         body = {"text": "abc", "rid": "one", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         for abort in (["one"], ["--all"]):
-            request = threading.Thread(target=lambda: server.client.post("/generate", json=body))
+            replies: list[Any] = []
+            request = threading.Thread(
+                target=lambda found=replies: found.append(server.client.post("/generate", json=body).json())
+            )
             request.start()
             wait_until(lambda: state()["running_batch_size"] == 1)
             with pytest.raises(RemoteError, match=r"400 Cache not flushed\. Reason: 1 requests run"):
@@ -308,8 +311,8 @@ def test_a_running_server_is_paused_flushed_and_continued(
                 output_of("abort", *abort)
                 == f"asked the server to abort {'one' if abort == ['one'] else 'all requests'}"
             )
-            request.join(2)
-            assert not request.is_alive()
+            request.join(60)
+            assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
         server.assert_nothing_left()
 
 
@@ -392,9 +395,9 @@ def test_serve_with_the_real_engine(tiny_model: Path) -> None:
         assert reply["usage"]["completion_tokens"] == 5
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 20, "it waits for nothing"
     finally:
         process.kill()
         process.communicate()

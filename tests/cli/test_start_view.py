@@ -69,6 +69,6 @@ def test_a_terminal_shows_the_steps_or_has_lines_of_json(form: str, tiny_model: 
             terminal.expect(r"[\d.]+/[\d.]+ (bytes|KiB|MiB)")
         terminal.expect(r"Ready at http://127\.0\.0\.1:\d+")
         terminal.process.send_signal(signal.SIGTERM)
-        assert terminal.process.wait(30) == 0
+        assert terminal.end() == 0
     finally:
         terminal.close()

@@ -82,6 +82,6 @@ def test_the_live_view_shows_workers_and_survives_the_end_of_the_server() -> Non
         with serving(pages, int(url.rpartition(":")[2])):
             terminal.expect(r"a:1 +paused \(wait\)")
             terminal.type("q")
-            assert terminal.process.wait(10) == 0
+            assert terminal.end() == 0
     finally:
         terminal.close()

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.clients.environments import interpreter
-from tests.e2e.syncing import free_port
 from tests.support.child import start_child
+from tests.support.ports import free_port
 
 START_S = 60.0
 

@@ -78,6 +78,6 @@ async def running(*specs: ChildSpec, drain_s: float = 10.0, stop_s: float = 5.0)
     finally:
         if not found.done.done():
             runner.stop()
-        await asyncio.wait_for(found.done, 20)
+        await asyncio.wait_for(found.done, 60)
         for spec in specs:
             assert not any(map(is_alive, found.pids(spec.name)))

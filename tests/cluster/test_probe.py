@@ -41,7 +41,7 @@ def asked(answer: bytes | None, min_serving: int = 0) -> tuple[bool, bytes]:
         async with server:
             url = f"http://127.0.0.1:{port}/ready"
             found = await is_ready(ReadinessProbe(url=url, min_serving=min_serving))
-            await asyncio.wait_for(ended.wait(), 10)
+            await asyncio.wait_for(ended.wait(), 60)
         return found
 
     return asyncio.run(test()), requests[0]

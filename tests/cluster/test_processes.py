@@ -35,7 +35,7 @@ async def lines_of(program: str) -> tuple[list[str], str]:
     lines: list[str] = []
     spec = replace(stand_in("a", 0), command=(sys.executable, "-S", "-E", "-c", program))
     process = ChildProcess(spec, lines.append)
-    reason = await asyncio.wait_for(process.wait(), 10)
+    reason = await asyncio.wait_for(process.wait(), 60)
     await process.close()
     return lines, reason
 
@@ -124,7 +124,7 @@ def test_a_close_that_is_cancelled_leaves_no_open_file() -> None:
         spec = replace(stand_in("a", 0), command=(sys.executable, "-S", "-E", "-c", program))
         begun = asyncio.Event()
         process = ChildProcess(spec, lambda _: begun.set())
-        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.wait_for(begun.wait(), 60)
         closing = asyncio.create_task(process.close())
         await asyncio.sleep(0)  # it waits for the end of the log, which the other process keeps open
         closing.cancel()

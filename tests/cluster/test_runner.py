@@ -36,7 +36,7 @@ def test_children_become_ready_and_end_when_they_are_drained(ports: list[int]) -
             await found.until(lambda: found.runner.supervisor.is_ready, "all are ready")
             assert sorted(found.ready) == ["a", "door"]
             found.runner.drain()
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
             assert ("a", "ended slowly") in found.lines
 
     asyncio.run(test())
@@ -104,7 +104,7 @@ def test_a_stop_kills_a_child_that_does_not_listen(ports: list[int]) -> None:
             await found.until(lambda: found.runner.supervisor.is_ready, "it is ready")
             began = time.monotonic()
             found.runner.stop()
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
             assert 0.2 <= time.monotonic() - began < 5
 
     asyncio.run(test())
@@ -115,7 +115,7 @@ def test_a_drain_does_not_last_longer_than_its_time(ports: list[int]) -> None:
         async with running(stand_in("a", ports[0], "deaf"), drain_s=0.2, stop_s=0.2) as found:
             await found.until(lambda: found.runner.supervisor.is_ready, "it is ready")
             found.runner.drain()
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
 
     asyncio.run(test())
 
@@ -133,7 +133,7 @@ def test_a_signal_reaches_a_child_that_is_only_being_started(ports: list[int]) -
 def test_a_child_that_cannot_start_ends_the_others(ports: list[int]) -> None:
     async def test() -> None:
         async with running(stand_in("a", ports[0], "exit"), stand_in("b", ports[1])) as found:
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
             failure = found.runner.supervisor.failure
             assert failure == "a ended with exit code 3 before it was ready; see its log above"
 
@@ -159,7 +159,7 @@ def test_a_command_that_does_not_exist_is_a_failure_too(ports: list[int]) -> Non
     async def test() -> None:
         spec = replace(stand_in("a", ports[0]), command=("/no/such/program",))
         async with running(spec) as found:
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
             failure = found.runner.supervisor.failure or ""
             assert "because it could not be started (No such file or directory)" in failure
 
@@ -177,7 +177,7 @@ def test_what_a_dead_child_has_left_ends_before_it_is_started_again(ports: list[
             assert len(forks) == 2 and not any(map(is_alive, forks))
             await found.until(lambda: len(found.pids("a", "fork")) == 4, "it has forked again")
             found.runner.stop()
-            await asyncio.wait_for(found.done, 10)
+            await asyncio.wait_for(found.done, 60)
             assert not any(map(is_alive, found.pids("a", "fork")))
 
     asyncio.run(test())

@@ -14,6 +14,7 @@ import pytest
 
 from segue.disagg import link_loop, links
 from segue.disagg.addresses import SocketAddress, resolve
+from segue.disagg.link import MAX_UNANSWERED
 from segue.errors import ConfigError, KVProtocolError
 from segue.messages.kv import Claim, Gone, Grant, KVMessage, Ping, Pong, Pushed
 from segue.messages.kv_link import LinkClosed, LinkMessage, LinkOpened
@@ -203,9 +204,9 @@ def test_messages_for_a_connection_that_has_ended_are_dropped() -> None:
 # --- pings ---
 
 
-def test_an_idle_connection_stays_open() -> None:
+def test_an_idle_connection_stays_open(wait_until: WaitUntil) -> None:
     with (
-        Worker("prefill", LOOPBACK, silence_s=0.05) as first,
+        Worker("prefill", LOOPBACK, silence_s=0.2) as first,
         Worker("decode", silence_s=10.0) as second,
     ):
         ours, theirs = connect(second, first)
@@ -217,20 +218,25 @@ def test_an_idle_connection_stays_open() -> None:
         assert ping == LinkMessage(ours, Ping(step=7, busy=True))
         pong = Pong(step=3, busy=False)
         first.wait(LinkMessage, lambda event: event == LinkMessage(theirs, pong))
-        began = time.monotonic()  # more pings than may stay unanswered
-        first.wait(LinkMessage, lambda _: time.monotonic() - began > 0.4)
+
+        def num_pings() -> int:
+            messages = [event.message for event in list(second.events) if isinstance(event, LinkMessage)]
+            return sum(isinstance(message, Ping) for message in messages)
+
+        wait_until(lambda: num_pings() > MAX_UNANSWERED + 1)
         assert not [event for event in first.events if isinstance(event, LinkClosed)]
 
 
 def test_nothing_runs_while_nothing_happens() -> None:
     with Worker("prefill", LOOPBACK) as first, Worker("decode") as second:
+        began = time.monotonic()
         connect(second, first)
-        began, busy = time.monotonic(), time.process_time()
+        clocks = [time.pthread_getcpuclockid(worker.links._thread.ident or 0) for worker in (first, second)]
+        busy = sum(map(time.clock_gettime, clocks))
         # Whichever side pings first keeps the other one from pinging, so this one may see answers only.
         first.wait(LinkMessage, lambda event: isinstance(event.message, Ping | Pong))
         assert time.monotonic() - began > 0.5
-        # The waiting of this test itself looks each millisecond, and takes about 5 % of this time.
-        assert time.process_time() - busy < 0.3 * (time.monotonic() - began)
+        assert sum(map(time.clock_gettime, clocks)) - busy < 0.1 * (time.monotonic() - began)
 
 
 # --- the end ---
@@ -315,14 +321,14 @@ def test_a_connection_that_is_being_opened_can_be_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, Worker("decode") as worker:
         peer = worker.links.connect(f"127.0.0.1:{silent.getsockname()[1]}")
         worker.links.disconnect(peer, "not needed any more")
-        assert worker.closed(peer, timeout=2).reason.endswith("not needed any more")
+        assert worker.closed(peer).reason.endswith("not needed any more")
 
 
 def test_a_connection_whose_host_is_being_looked_up_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     known = threading.Event()
 
     def slow(address: str, *, numeric: bool = False) -> list[SocketAddress]:
-        return [] if numeric or not known.wait(10) else resolve(address)
+        return [] if numeric or not known.wait(60) else resolve(address)
 
     monkeypatch.setattr(links, "resolve", slow)
     with Worker("prefill", LOOPBACK) as first, Worker("decode") as second:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -65,6 +66,13 @@ def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def silence(closed: LinkClosed) -> float:
+    """The seconds that a lost peer has been silent, as the reason names them."""
+    found = re.search(r"has been silent for (\d+\.\d) s", closed.reason)
+    assert found is not None, closed.reason
+    return float(found[1])
+
+
 @contextmanager
 def opened(victim: Worker) -> Iterator[tuple[BarePeer, int]]:
     """A bare peer whose connection is open, and the victim's number of it."""
@@ -78,7 +86,7 @@ def goes_on(first: Worker, second: Worker, pair: tuple[int, int]) -> None:
     """The connection still carries messages; ``pair`` is what :func:`connect` returned."""
     before = len(first.messages(pair[1]))
     second.links.send(pair[0], CLAIM)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(first.messages(pair[1])) == before:
         assert time.monotonic() < deadline, "the message did not arrive"
         time.sleep(0.001)
@@ -178,11 +186,9 @@ def test_garbage_ends_its_connection_alone(is_open: bool) -> None:
 
 def test_a_peer_that_does_not_answer_is_lost_after_three_pings() -> None:
     with Worker("prefill", LOOPBACK, silence_s=0.1) as victim, opened(victim) as (peer, number):
-        began = time.monotonic()
         closed = victim.closed(number)
-        assert 0.3 < time.monotonic() - began < 3
         assert closed.code == "kv_link_lost"
-        assert "has been silent for 0." in closed.reason
+        assert silence(closed) >= 0.4
         assert "has not answered 3 pings" in closed.reason
         assert [type(message) for message in peer.messages()] == [Ping, Ping, Ping]
 
@@ -210,15 +216,15 @@ def test_a_peer_that_reads_nothing_is_lost_though_it_writes() -> None:
 
 
 def test_a_peer_that_reads_slowly_is_not_lost() -> None:
-    with Worker("prefill", LOOPBACK, silence_s=0.1) as victim, opened(victim) as (peer, number):
+    with Worker("prefill", LOOPBACK, silence_s=0.25) as victim, opened(victim) as (peer, number):
         for _ in range(14):
             victim.links.send(number, Grant(handoff=1, lease=1, first_page=0, pages=bytes(1 << 20)))
         count, began = 0, time.monotonic()
         while count < 14 << 20:
             count += len(peer.sock.recv(256 << 10, socket.MSG_WAITALL))
             peer.send(CLAIM)
-            time.sleep(0.015)
-        assert time.monotonic() - began > 0.6  # longer than a peer may read nothing
+            time.sleep(0.03)
+        assert time.monotonic() - began > 1.0  # longer than a peer may read nothing
         assert not [event for event in victim.events if isinstance(event, LinkClosed)]
 
 
@@ -238,25 +244,22 @@ def test_a_process_that_is_stopped_is_lost_and_learns_of_it() -> None:
     with Worker("prefill", LOOPBACK, silence_s=0.2) as victim, Worker("decode", silence_s=0.1) as worker:
         pair = connect(worker, victim)
         with program(REMOTE, victim.address) as process:
-            number = victim.wait(LinkOpened, lambda event: event.peer != pair[1], timeout=30).peer
+            number = victim.wait(LinkOpened, lambda event: event.peer != pair[1], timeout=60).peer
             os.kill(process.pid, signal.SIGSTOP)
-            began = time.monotonic()
-            closed = victim.closed(number)
-            assert 0.5 < time.monotonic() - began < 5
+            closed = victim.closed(number, timeout=60)
+            assert silence(closed) >= 0.8
             assert (closed.code, "has not answered 3 pings" in closed.reason) == ("kv_link_lost", True)
             goes_on(victim, worker, pair)
             os.kill(process.pid, signal.SIGCONT)
-            assert process.communicate(timeout=20)[0] == "kv_link_lost\n"
+            assert process.communicate(timeout=60)[0] == "kv_link_lost\n"
 
 
 def test_a_process_that_is_killed_is_lost_at_once() -> None:
     with Worker("prefill", LOOPBACK, silence_s=60) as victim, program(REMOTE, victim.address) as process:
-        number = victim.wait(LinkOpened, timeout=30).peer
+        number = victim.wait(LinkOpened, timeout=60).peer
         process.kill()
-        began = time.monotonic()
-        closed = victim.closed(number)
+        closed = victim.closed(number, timeout=60)  # its silence would be noticed after four minutes
         assert closed.code == "kv_link_lost"
-        assert time.monotonic() - began < 2
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
@@ -273,21 +276,21 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
 
 
 def test_a_worker_that_was_busy_itself_reads_before_it_gives_up() -> None:
-    with Worker("prefill", LOOPBACK, handshake_s=0.3) as victim, BarePeer(victim.address) as peer:
+    with Worker("prefill", LOOPBACK, handshake_s=1.0) as victim, BarePeer(victim.address) as peer:
         first, second = msgspec.msgpack.encode(hello("decode")), peer.body()
         is_busy, go_on = threading.Event(), threading.Event()
 
         def slow() -> Hello:
             is_busy.set()
-            go_on.wait(10)
+            go_on.wait(60)
             return victim.hello
 
         victim.make_hello = slow
         with BarePeer(victim.address):
-            assert is_busy.wait(10)
+            assert is_busy.wait(60)
             peer.sock.sendall(frames.frame(first))
             peer.send(Proof(sign(KEY, LinkSide.CONNECTING, first, second)))
-            deadline = time.monotonic() + 0.4  # longer than the handshake may take
+            deadline = time.monotonic() + 1.2  # longer than the handshake may take
             while time.monotonic() < deadline:
                 time.sleep(0.05)
             go_on.set()
@@ -310,7 +313,7 @@ def test_without_descriptors_a_worker_waits_and_then_accepts(
     ):
         pair = connect(worker, victim)
         host, _, port = victim.address.rpartition(":")
-        client.settimeout(10)
+        client.settimeout(60)
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
         try:

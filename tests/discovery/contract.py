@@ -10,7 +10,7 @@ from segue.discovery.record import EngineRecord
 
 Make = Callable[[], DiscoveryBackend]
 Check = Callable[[Make], Awaitable[None]]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def record(engine: str = "engine-a", epoch: int = 1, cohort: str = "default") -> EngineRecord:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from segue.discovery.opening import open_discovery
 from segue.errors import ConfigError, DiscoveryError
 from tests.discovery.contract import CHECKS, NAMES, Check, Watching, record
 from tests.support.child import start_child
+from tests.support.ports import free_port
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(
@@ -29,20 +28,12 @@ needs_etcd = pytest.mark.skipif(
 TTL_S = 1.0  # the least of a server with this time for elections
 
 
-def free_ports(count: int) -> list[int]:
-    with closing(socket.socket()) as first, closing(socket.socket()) as second:
-        both = [first, second]
-        for each in both:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in both][:count]
-
-
 class EtcdServer:
     """An etcd server of one member."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        client, peer = free_ports(2)
+        client, peer = free_port(), free_port()
         self.url, self._peer = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
         self._num_starts = 0
         self.start()
@@ -153,7 +144,7 @@ def test_a_record_that_the_server_has_lost_is_put_again(server: EtcdServer) -> N
 
 def test_a_server_that_is_not_there_is_named() -> None:
     async def run() -> None:
-        (port,) = free_ports(1)
+        port = free_port()
         discovery = EtcdDiscovery(f"http://127.0.0.1:{port}", TTL_S)
         for call in (discovery.put(record()), discovery.list(), discovery.highest_epoch("default")):
             with pytest.raises(DiscoveryError, match=rf"discovery by etcd at http://127.0.0.1:{port} failed"):

@@ -20,7 +20,7 @@ from segue.errors import ConfigError, DiscoveryError
 from tests.discovery.contract import CHECKS, NAMES, Check, Watching, record, until
 from tests.support.fake_kubernetes import FakeKubernetes
 
-TTL_S = 1.0
+TTL_S = 2.0
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def served(kubeconfig: Path, test: Callable[[FakeKubernetes], Awaitable[None]]) 
         server = FakeKubernetes(kubeconfig)
         await server.start()
         try:
-            await asyncio.wait_for(test(server), 30)
+            await asyncio.wait_for(test(server), 100)
         finally:
             await server.stop()
 
@@ -61,7 +61,7 @@ def test_a_lease_has_the_epoch_the_holder_and_the_record(kubeconfig: Path) -> No
         assert sorted(server.leases) == ["segue.default", "segue.default.engine-a"]
         spec = server.leases["segue.default.engine-a"]["spec"]
         assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == (
-            "engine-a", 3, 1,
+            "engine-a", 3, TTL_S,
         )  # fmt: skip
         assert server.leases["segue.default"]["spec"] == {"leaseTransitions": 3}
         await engine.close()
@@ -82,7 +82,7 @@ def test_a_record_lives_as_long_as_it_is_renewed(kubeconfig: Path) -> None:
         version = server.leases["segue.default.engine-a"]["metadata"]["resourceVersion"]
         died_at = time.monotonic()
         while await router.list():
-            assert time.monotonic() < died_at + 10
+            assert time.monotonic() < died_at + 60
             await asyncio.sleep(0.02)
         assert time.monotonic() >= died_at + TTL_S / 2
         assert server.leases["segue.default.engine-a"]["metadata"]["resourceVersion"] == version

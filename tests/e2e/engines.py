@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 import segue
+from tests.support.held_steps import hold_here
 
 _THREADS = ThreadPoolExecutor(64)
 Futures = dict[str, "Future[Any]"]
@@ -65,17 +68,23 @@ def interrupted(
     """Returns the replies of concurrent requests, all retracted ``pauses`` times at random moments."""
     start = state(engine)["num_generated_tokens"]
     # Pauses come in the first half of the tokens, when no request has ended, though some are ahead of others.
-    moments = sorted(random.sample(range(1, len(prompts) * params["max_new_tokens"] // 2), pauses))
-    futures = begin(engine, prompts, params, **fields)
-    made = start
-    for moment in moments:
-        while not made < state(engine)["num_generated_tokens"] >= start + moment:
-            pass
-        paused = engine.pause_generation("retract")
-        assert (paused.num_running, paused.num_waiting) == (0, len(prompts)), "every request is retracted"
-        made = state(engine)["num_generated_tokens"]
-        engine.continue_generation()
-    return results(futures)
+    half = len(prompts) * params["max_new_tokens"] // 2
+    moments = sorted(random.sample(range(1, half), pauses))
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        gate = hold_here(Path(directory) / "steps", patch)
+        gate.close_at(start + half + half // 10)  # however late this thread is
+        futures = begin(engine, prompts, params, **fields)
+        made = start
+        for moment in moments:
+            while not made < state(engine)["num_generated_tokens"] >= start + moment:
+                pass
+            paused = engine.pause_generation("retract")
+            assert (paused.num_running, paused.num_waiting) == (0, len(prompts)), "every request is retracted"
+            made = state(engine)["num_generated_tokens"]
+            if moment == moments[-1]:
+                gate.open()
+            engine.continue_generation()
+        return results(futures)
 
 
 def bits(replies: list[Any]) -> list[tuple[list[int], list[float]]]:

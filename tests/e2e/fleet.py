@@ -45,7 +45,7 @@ class FiveServers:
         self._options = [f"--{name}={value}" for name, value in OPTIONS.items()]
         self._options += [f"--model={model}", "--deterministic"]
         self._ports = {name: self._stack.enter_context(bind("127.0.0.1", 0)) for name in (*NAMES, "router")}
-        self.http = self._stack.enter_context(httpx.Client(timeout=30))
+        self.http = self._stack.enter_context(httpx.Client(timeout=60))
         self.engines: dict[str, Served] = {}
         self._stopped: set[int] = set()  # processes
         self._killed: set[str] = set()
@@ -119,7 +119,7 @@ class FiveServers:
                 self._close_router()
                 self.router = self._route()
             else:
-                self.engines[name].process.wait(10)
+                self.engines[name].process.wait(60)
                 self.engines[name] = self._serve(name)
         self._killed.clear()
         for name in NAMES:
@@ -137,13 +137,13 @@ class FiveServers:
         self.until("no process is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._seen))
 
     def _close_router(self) -> None:
-        self.router.wait(10)
+        self.router.wait(60)
         assert self.router.stdout is not None
         self.router.stdout.close()
 
     # --- what the servers say and do ---
 
-    def until(self, what: str, condition: Callable[[], object], timeout: float = 30.0) -> None:
+    def until(self, what: str, condition: Callable[[], object], timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"within {timeout:g} s this did not come: {what}"
@@ -218,7 +218,7 @@ class FiveServers:
         )
         return not any(busy)
 
-    def check_home(self, names: Sequence[str] = NAMES, timeout: float = 12.0) -> None:
+    def check_home(self, names: Sequence[str] = NAMES, timeout: float = 40.0) -> None:
         """Assert that all pages and slots of these engines are free, and that the router holds nothing."""
         for name in names:
             self.until(f"{name} has nothing left", lambda name=name: self.is_at_home(name), timeout)

@@ -99,10 +99,11 @@ class Fuzz:
     # --- clients ---
 
     async def _ask(self, http: httpx.AsyncClient, number: int) -> None:
-        random, turn = self._random, 0
+        random, turn, num_left = self._random, 0, 0
         while self._goes_on():
             turn += 1
-            rid = f"{number}-{turn % 2}"  # ids are reused
+            # Ids are reused, but none of a request that the client left: nobody tells when that has ended.
+            rid = f"{number}-{num_left}-{turn % 2}"
             prompt, count = random.choice(sorted(self._whole)), random.randint(1, MAX_TOKENS)
             body = {"text": prompt, "sampling_params": greedy(count), "rid": rid}
             disconnects_after = random.choice([None, None, None, random.uniform(0, 0.5)])
@@ -113,8 +114,7 @@ class Fuzz:
                 self._check(reply, prompt, count)
             except TimeoutError:
                 self.counts["disconnected"] += 1
-                turn += 2  # the request's id may be in use for a moment
-                await asyncio.sleep(0.3)
+                num_left += 1
             finally:
                 self._live.discard(rid)
 

@@ -69,7 +69,7 @@ def engines_of(levels: Levels) -> Levels:
 def routed(engines: Sequence[Served | LiveServer], levels: Levels) -> Iterator[str]:
     """Runs a router in front of two engines; yields its URL once its groups are as they should be."""
     with routing(*engines, policy="cost", **levels.router_options) as url:
-        status = httpx.get(f"{url}/laps_status", timeout=5).json()
+        status = httpx.get(f"{url}/laps_status", timeout=60).json()
         assert status["enabled"] is levels.groups, status
         if levels.groups:
             assert [len(status["short_group"]), len(status["long_group"])] == [1, 1]
@@ -102,5 +102,5 @@ def replies(url: str, max_id: int) -> list[Any]:
 
 def states(engines: Sequence[Served | LiveServer]) -> list[dict[str, Any]]:
     """Returns the engines' ``internal_states``."""
-    answers = [httpx.get(f"{engine.url}/server_info", timeout=5).json() for engine in engines]
+    answers = [httpx.get(f"{engine.url}/server_info", timeout=60).json() for engine in engines]
     return [answer["internal_states"][0] for answer in answers]

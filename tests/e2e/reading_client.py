@@ -56,7 +56,7 @@ class ReadingClient:
         self._thread = threading.Thread(target=self._run, args=(http, url + path, body), daemon=True)
         self._thread.start()
 
-    def wait(self, tokens: int, timeout: float = 30.0) -> None:
+    def wait(self, tokens: int, timeout: float = 60.0) -> None:
         """Wait until this many tokens of a streamed /generate are there."""
         with self._changed:
             came = self._changed.wait_for(lambda: self.got.error or len(self.got.ids) >= tokens, timeout)

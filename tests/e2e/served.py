@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import openai
 import pytest
 
 from tests.support.child import start_child
+from tests.support.held_steps import StepGate
 
 T = TypeVar("T")
 MODEL = "SmolLM2-135M-Instruct"
@@ -38,7 +40,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=5)
+        return httpx.get(self.url + path, timeout=60)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
@@ -53,11 +55,16 @@ class Served:
 
 
 @contextmanager
-def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
-    """Runs a server for the block. Its log goes to ``log``, by default to this process's stderr."""
-    command = [sys.executable, "-m", "segue", "serve", "--port", "0", "--log-level", "warning"]
+def serve(*options: str, log: IO[str] | None = None, gate: StepGate | None = None) -> Iterator[Served]:
+    """Runs a server for the block. Its log goes to ``log``, by default to this process's stderr.
+
+    With a ``gate``, the test can hold the steps of its workers.
+    """
+    command = [sys.executable, "-m", "segue" if gate is None else "tests.support.held_steps", "serve"]
+    command += ["--port", "0", "--log-level", "warning"]
     command += ["--drain-s", "0", *options]  # a failed test leaves requests, which need not be drained
-    process = start_child(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    environment = os.environ | ({} if gate is None else gate.environment)
+    process = start_child(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -70,7 +77,7 @@ def serve(*options: str, log: IO[str] | None = None) -> Iterator[Served]:
     finally:
         if process.poll() is None:
             process.terminate()
-        process.wait(10)
+        process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -81,10 +88,14 @@ def greedy(count: int, **params: Any) -> dict[str, Any]:
 
 
 class Client:
-    """A client with short calls for a server's routes; requests run in threads."""
+    """A client with short calls for a server's routes; requests run in threads.
 
-    def __init__(self, served: Served) -> None:
+    The ``gate`` is that of the server's steps. What closes it are the test, and `begin`.
+    """
+
+    def __init__(self, served: Served, gate: StepGate | None = None) -> None:
         self.served = served
+        self.gate = gate
         self.http = httpx.Client(base_url=served.url, timeout=60, limits=httpx.Limits(max_connections=None))
         self._threads = ThreadPoolExecutor(64)
 
@@ -104,7 +115,12 @@ class Client:
         return self._threads.submit(self.generate, text, params, **fields)
 
     def begin(self, text: Any, params: Any, rid: str) -> Future[Any]:
-        """Sends a request, waits until it runs, and returns the future of its reply."""
+        """Sends a request, waits until it runs, and returns the future of its reply.
+
+        With a gate, it cannot end before a pause.
+        """
+        if self.gate is not None:
+            self.gate.close_after(params["max_new_tokens"] - 1)
         future = self.start(text, params, rid=rid)
         self.until(running_batch_rids=[rid])
         return future
@@ -118,8 +134,16 @@ class Client:
         return Streaming(self.http, {"text": text, "sampling_params": params, "stream": True} | fields)
 
     def pause(self, mode: str | None = None, **fields: Any) -> dict[str, Any]:
+        """Pauses; from then on the gate is open, since the pause holds the steps."""
         body = fields if mode is None else {"mode": mode} | fields
-        response = self.http.post("/pause_generation", json=body)
+        call = self._threads.submit(self.http.post, "/pause_generation", json=body)
+        if self.gate is not None:
+            if mode == "wait":  # it waits for steps
+                self.until(pause_mode=mode)
+            else:
+                call.result()
+            self.gate.open()
+        response = call.result()
         assert response.status_code == 200, response.text
         reply: dict[str, Any] = response.json()
         assert (reply["message"], reply["status"]) == ("Generation paused successfully.", "ok")
@@ -143,7 +167,7 @@ class Client:
         state: dict[str, Any] = response.json()["internal_states"][0]
         return state
 
-    def until(self, timeout: float = 30.0, **facts: Any) -> dict[str, Any]:
+    def until(self, timeout: float = 60.0, **facts: Any) -> dict[str, Any]:
         """Waits until the state agrees with ``facts``, and returns the state."""
         deadline = time.monotonic() + timeout
         while True:
@@ -157,7 +181,7 @@ class Client:
 
     def until_more(self, tokens: int) -> None:
         """Waits until the engine has generated more than ``tokens`` tokens."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.state()["num_generated_tokens"] <= tokens:
             assert time.monotonic() < deadline, f"no token came after {tokens}"
             time.sleep(0.005)
@@ -183,7 +207,7 @@ class Streaming:
     def wait(self, tokens: int = 1) -> None:
         """Waits until ``tokens`` tokens have arrived, or the stream has ended."""
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self.ended or len(self.ids) >= tokens, 30)
+            arrived = self._changed.wait_for(lambda: self.ended or len(self.ids) >= tokens, 60)
         assert arrived, f"{len(self.ids)} of {tokens} tokens arrived"
 
     @property
@@ -205,7 +229,7 @@ class Streaming:
         self._left = True
         stream = self._response.extensions["network_stream"]
         stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _read(self, http: httpx.Client, body: dict[str, Any]) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from safetensors import safe_open
 
 from tests.checkpoint import tiny
 from tests.e2e.served import Served, serve
+from tests.support.ports import free_port
 from tests.weight_update.conftest import Trainer
 
 DEADLINE_S = 60.0
@@ -63,14 +63,6 @@ def described(buckets: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
         }
         for bucket in buckets
     ]
-
-
-def free_port() -> int:
-    """Returns a port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

@@ -24,9 +24,11 @@ import transformers
 from safetensors.torch import load_file
 
 from segue.trainer import Progress, WeightSender, WeightSendError
+from tests.conftest import WaitUntil
 from tests.e2e.served import Client, greedy, serve
 from tests.e2e.syncing import PROMPTS, write_checkpoints
 from tests.support.child import start_child
+from tests.support.held_steps import StepGate
 
 TRAINER = Path(__file__).with_name("torch_trainer.py")
 OPTIONS = ("--dtype", "float32", "--num-kv-tokens", "4096", "--max-running-requests", "4", "--deterministic")
@@ -65,12 +67,14 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def running(checkpoints: list[Path]) -> Iterator[Servers]:
+def running(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with ExitStack() as stack:
         model = ("--model", str(checkpoints[0]))
         clients = []
-        for _ in range(2):
-            clients.append(Client(stack.enter_context(serve(*model, *OPTIONS, "--exit-grace", "0.1"))))
+        for number in range(2):
+            gate = StepGate(tmp_path_factory.mktemp("gate") / str(number))
+            served = stack.enter_context(serve(*model, *OPTIONS, "--exit-grace", "0.1", gate=gate))
+            clients.append(Client(served, gate))
             stack.callback(clients[-1].close)
         expected = [answers(clients[0])]
         load(clients[0], checkpoints[1])
@@ -83,9 +87,23 @@ def running(checkpoints: list[Path]) -> Iterator[Servers]:
 def servers(running: Servers, checkpoints: list[Path]) -> Servers:
     """Returns the servers with the first weights."""
     for client in running.clients:
+        gate_of(client).open()
         load(client, checkpoints[0])
         assert answers(client) == running.expected[0]
     return running
+
+
+def gate_of(client: Client) -> StepGate:
+    """The gate of the server's steps: while it is closed, no request can end before it is aborted."""
+    assert client.gate is not None
+    return client.gate
+
+
+def let_some_more_pass(client: Client) -> None:
+    """Wait until a request of 2,000 tokens has some more, but not many."""
+    made = client.state()["num_generated_tokens"]
+    gate_of(client).close_after(300)
+    client.until_more(made)
 
 
 class Trainer:
@@ -116,13 +134,15 @@ def test_a_trainer_that_knows_no_segue_sends_its_weights(
 ) -> None:
     client = servers.clients[0]
     trainer.send(json.dumps([name, client.served.url, str(checkpoints[1] / "sent")]), "connected")
+    gate_of(client).close_after(1000)
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
     trainer.send("go", "done")
     keeps = name in ("prepared", "vllm")  # the others abort the running request
     if keeps:
-        client.until_more(client.state()["num_generated_tokens"])
+        let_some_more_pass(client)
         client.abort("running")
+    gate_of(client).open()
     meta = running.result(30)["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert len(meta["weight_versions"]) == (2 if keeps else 1)
@@ -131,7 +151,7 @@ def test_a_trainer_that_knows_no_segue_sends_its_weights(
 
 
 def test_slime_starts_checks_and_rolls_out_with_an_engine_that_it_has_not_started(
-    trainer: Trainer, servers: Servers, checkpoints: list[Path]
+    trainer: Trainer, servers: Servers, checkpoints: list[Path], wait_until: WaitUntil
 ) -> None:
     client = servers.clients[0]
     # It resets the weights, sends what the engine had before, and compares.
@@ -144,10 +164,14 @@ def test_slime_starts_checks_and_rolls_out_with_an_engine_that_it_has_not_starte
         **{"stop": None, "stop_token_ids": None, "skip_special_tokens": False},
         **{"no_stop_trim": True, "spaces_between_special_tokens": False},
     }
+    gate_of(client).close_after(1900)
     rollout = client.stream(None, params, input_ids=PROMPTS[0], return_logprob=True)
     rollout.wait(5)
     waiting = [client.start(None, params, input_ids=PROMPTS[1], return_logprob=True) for _ in range(8)]
+    # A request on its way would come after the aborts.
+    wait_until(lambda: client.state()["running_batch_size"] + client.state()["waiting_queue_size"] >= 9)
     trainer.send("go", "done")
+    gate_of(client).open()
     for reply in [rollout.result(), *(each.result(30) for each in waiting)]:
         meta = reply["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
@@ -163,9 +187,10 @@ def test_prime_rls_order_of_calls_changes_the_weights_under_running_requests(
     client = servers.clients[0]
     # Its trainer saves the tensors alone, without a config.json: transports/weights/filesystem.py:66.
     (tmp_path / "model.safetensors").write_bytes((checkpoints[1] / "model.safetensors").read_bytes())
+    gate_of(client).close_after(600)
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
-    client.until_more(client.state()["num_generated_tokens"])
+    let_some_more_pass(client)
     # utils/client.py:258, :312 and :270
     paused = client.http.post("/pause", params={"mode": "keep", "clear_cache": "false"})
     assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
@@ -173,8 +198,9 @@ def test_prime_rls_order_of_calls_changes_the_weights_under_running_requests(
     updated = client.http.post("/update_weights", json={"weight_dir": tmp_path.as_posix()})
     assert (updated.status_code, updated.json()["status"]) == (200, "ok"), updated.text
     assert client.http.post("/resume").json() == {"status": "resumed"}
-    client.until_more(client.state()["num_generated_tokens"])
+    let_some_more_pass(client)
     client.abort("running")
+    gate_of(client).open()
     assert len(running.result(30)["meta_info"]["weight_versions"]) == 2
     assert answers(client) == servers.expected[1]
 

@@ -25,7 +25,7 @@ def test_workers_and_router_come_back_and_a_drain_lets_requests_end(
         assert {line.split()[0] for line in cluster.log} == {"router", "worker-0", "worker-1"}
 
         # The workers have a key, which no command line shows, and which is not the clients'.
-        listed = httpx.get(f"{cluster.url}/workers", headers=KEY, timeout=5).json()["workers"]
+        listed = httpx.get(f"{cluster.url}/workers", headers=KEY, timeout=60).json()["workers"]
         urls = [f"http://{worker['id']}" for worker in listed]
         assert all(url.startswith("http://127.0.0.1:") for url in urls)
         assert cluster.generate(urls[0]).status_code == 401
@@ -55,7 +55,7 @@ def test_workers_and_router_come_back_and_a_drain_lets_requests_end(
             cluster.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert '"completion_tokens":400' in "".join(rest) and "data: [DONE]" in rest
-        assert cluster.process.wait(20) == 0
+        assert cluster.process.wait(60) == 0
 
 
 @pytest.mark.slow  # `test_failover` has the same of a cluster with a shadow
@@ -68,7 +68,7 @@ def test_ctrl_c_ends_all_of_it_within_seconds(
         cluster.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         cluster.process.send_signal(signal.SIGINT)
-        assert cluster.process.wait(20) == 0
+        assert cluster.process.wait(60) == 0
         assert time.monotonic() - began < 12
 
 
@@ -77,7 +77,7 @@ def test_a_cluster_that_is_killed_leaves_nothing(
 ) -> None:
     with clustered(tmp_path, tiny_model, wait_until, "--workers", "1") as cluster:
         cluster.process.kill()
-        cluster.process.wait(10)
+        cluster.process.wait(60)
 
 
 def test_a_worker_that_cannot_start_ends_the_cluster_with_its_reason(
@@ -102,7 +102,7 @@ def test_prefill_and_decode_workers_serve_together_and_come_back(
     with clustered(tmp_path, tiny_model, wait_until, "--prefill", "1", "--decode", "1") as cluster:
 
         def num_pairs() -> float:
-            text = httpx.get(f"{cluster.url}/metrics", headers=KEY, timeout=5).text
+            text = httpx.get(f"{cluster.url}/metrics", headers=KEY, timeout=60).text
             return next(
                 float(line.split()[1])
                 for line in text.splitlines()
@@ -119,4 +119,4 @@ def test_prefill_and_decode_workers_serve_together_and_come_back(
             before = num_pairs()
             assert cluster.generate().status_code == 200 and num_pairs() == before + 1
         cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.process.wait(20) == 0
+        assert cluster.process.wait(60) == 0

@@ -46,7 +46,7 @@ class EndlessLoad:
     """Clients that send one request after the other, until enough have been sent and the test says so."""
 
     def __init__(self, url: str, max_len: int, num_requests: int) -> None:
-        listed = httpx.get(f"{url}/v1/models", headers=KEY, timeout=5).json()["data"]
+        listed = httpx.get(f"{url}/v1/models", headers=KEY, timeout=60).json()["data"]
         self._url = url
         self._requests = bodies(listed[0]["id"], max_len)
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class EndlessLoad:
 
 def busy_decode_workers(cluster: Clustered) -> list[int]:
     """Returns the processes of the decode workers that have requests in flight."""
-    listed = httpx.get(f"{cluster.url}/workers", headers=KEY, timeout=5).json()["workers"]
+    listed = httpx.get(f"{cluster.url}/workers", headers=KEY, timeout=60).json()["workers"]
     ports = [worker["id"].rpartition(":")[2] for worker in listed if worker["in_flight"]]
     found = cluster.children("--role=decode").items()
     return [pid for pid, words in found if any(port in word for port in ports for word in words)]
@@ -117,7 +117,7 @@ def serve_while_killed(
         load.end()
     assert len(load.replies) >= num_requests
     assert [reply for reply in load.replies if not reply.has_ended_once] == []
-    metrics = httpx.get(f"{cluster.url}/metrics", headers=KEY, timeout=5).text
+    metrics = httpx.get(f"{cluster.url}/metrics", headers=KEY, timeout=60).text
     moved = {name: float(value) for name, value in MOVED.findall(metrics)}
     assert sum(moved.values()) >= kills, "a request was elsewhere when its worker died"
     print(

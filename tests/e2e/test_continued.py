@@ -81,7 +81,7 @@ class Client:
 
     def close(self) -> None:
         self.send(Shutdown())
-        self.thread.join(30)
+        self.thread.join(60)
         for socket in (self.sender, self.receiver):
             socket.close(linger=0)
         self.context.term()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 import segue
 from tests.e2e.engines import begin, bits, greedy, interrupted, results, until
+from tests.support.held_steps import hold_here
 from tests.support.sensitive_model import write_sensitive_model
 
 PROMPTS = [
@@ -61,9 +64,12 @@ def assert_same(engine: segue.Engine, replies: list[Any], baseline: list[Any]) -
 
 def aborted(engine: segue.Engine, prompts: list[str]) -> list[Any]:
     """Returns the replies of requests that a pause aborts once all of them run."""
-    futures = begin(engine, prompts, greedy(COUNT), **LOGPROBS)
-    until(engine, running_batch_rids=list(futures), chunked_req_is_none=True)
-    engine.pause_generation("abort")
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        gate = hold_here(Path(directory) / "steps", patch)
+        gate.close_after(COUNT - 1)  # none can end before the pause
+        futures = begin(engine, prompts, greedy(COUNT), **LOGPROBS)
+        until(engine, running_batch_rids=list(futures), chunked_req_is_none=True)
+        engine.pause_generation("abort")
     replies = results(futures)
     engine.continue_generation()
     return replies

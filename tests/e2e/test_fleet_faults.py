@@ -36,7 +36,7 @@ PREFILL_TIMES = 4.0
 PREFILL_S = 4.0
 ROUTER_STOPPED_S = 4.0  # longer than it takes an engine to count as hung
 ABORT_S = 3.0  # until engines have aborted the requests of a router that died; 1 s where cores are idle
-OFFERED_S = 12.0  # until all pages are free: offers wait for 10 s
+OFFERED_S = 40.0  # until all pages are free: offers wait for 10 s, and the machine may be busy
 END_S = 25.0  # until a reply has ended
 
 
@@ -321,7 +321,7 @@ class FaultRuns:
     def _check_cut(self, clients: list[ReadingClient], expected: list[ReplyRead]) -> None:
         """Check what a router leaves that was killed: replies that end, and engines that abort."""
         for client, reply in zip(clients, expected, strict=True):
-            got = client.result(5)
+            got = client.result(60)
             assert got.error or (got.has_ended_once and got.content == reply.content), got
             assert got.num_ends <= 1 and reply.text.startswith(got.text)
 

@@ -19,6 +19,7 @@ from segue.errors import InvalidRequestError
 from segue.messages.control import PauseMode
 from tests.e2e.engines import state, until
 from tests.support.fake_engine import assert_nothing_left
+from tests.support.held_steps import hold_here
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -131,7 +132,10 @@ def test_an_output_ends_early_only_where_its_grammar_leaves_nothing_else(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_an_interrupted_output_is_the_uninterrupted_one(engine: segue.Engine, mode: PauseMode) -> None:
+def test_an_interrupted_output_is_the_uninterrupted_one(
+    engine: segue.Engine, mode: PauseMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold_here(tmp_path / "steps", monkeypatch)
     params = [drawn(200, **guide) for guide in LONG]
     whole = engine.generate(PROMPTS, params)
     engine.pause_generation(mode)
@@ -139,11 +143,13 @@ def test_an_interrupted_output_is_the_uninterrupted_one(engine: segue.Engine, mo
         replies = thread.submit(engine.generate, PROMPTS, params)
         num_interrupted, made = 0, state(engine)["num_generated_tokens"]
         while not replies.done() and num_interrupted < 5:
+            gate.close_after(10)  # however late the pause comes
             engine.continue_generation()
             engine.pause_generation(mode)
             now = state(engine)
             num_interrupted += now["num_generated_tokens"] > made
             made = now["num_generated_tokens"]
+        gate.open()
         engine.continue_generation()
     assert num_interrupted > 3
     for reply, expected in zip(replies.result(), whole, strict=True):

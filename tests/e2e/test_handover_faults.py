@@ -153,7 +153,7 @@ class TwoEngines:
         assert response.status_code == 200, response.text
         return response
 
-    def until(self, what: str, condition: Any, timeout: float = 20.0) -> None:
+    def until(self, what: str, condition: Any, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, what
@@ -179,7 +179,7 @@ class TwoEngines:
         """Kill an engine with its worker."""
         for pid in self.processes(served):
             os.kill(pid, signal.SIGKILL)
-        served.process.wait(10)
+        served.process.wait(60)
 
     def check_all_home(self) -> None:
         """Asserts that nothing is left of all requests: no page, slot, offer or lease."""

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import least_seconds
 from tests.e2e.served import MODEL, Client, greedy, serve
+from tests.support.held_steps import StepGate
 
 KV_TOKENS = 512
 OPTIONS = ("--dtype", "float32", "--page-size", "16", "--num-kv-tokens", str(KV_TOKENS))
@@ -37,9 +38,10 @@ each_gentle_mode = pytest.mark.parametrize("mode", ["in_place", "retract"])
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Client]:
-    with serve(*OPTIONS, *LIMITS) as served:
-        client = Client(served)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    gate = StepGate(tmp_path_factory.mktemp("gate") / "steps")
+    with serve(*OPTIONS, *LIMITS, gate=gate) as served:
+        client = Client(served, gate)
         yield client
         client.close()
 
@@ -57,6 +59,7 @@ def client(shared: Client) -> Iterator[Client]:
     """Yields the client; after each test no request may run or wait, and a flush must free all KV pages."""
     assert shared.flush().status_code == 200
     yield shared
+    gate_of(shared).open()
     shared.proceed()
     shared.abort(abort_all=True)  # a failed test may leave requests
     shared.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
@@ -64,13 +67,23 @@ def client(shared: Client) -> Iterator[Client]:
     shared.until(available_kv_tokens=KV_TOKENS, tree_cache_size=0, engine_paused=False)
 
 
+def gate_of(client: Client) -> StepGate:
+    """The gate of the server's steps; closed, it keeps requests from ending before the test's pause."""
+    assert client.gate is not None
+    return client.gate
+
+
 def start_all(client: Client, **params: Any) -> dict[str, Any]:
-    """Starts the six requests, and returns their futures when four run and two wait."""
+    """Starts the six requests, and returns their futures when four run and two wait.
+
+    None of them can end before the gate is open, which a pause does.
+    """
     client.pause("in_place")
     futures = {}
     for index, rid in enumerate(RIDS):  # one after the other, because tests check their order
         futures[rid] = client.start(PROMPTS[rid], greedy(COUNT, **params), rid=rid)
         client.waiting(*RIDS[: index + 1])
+    gate_of(client).close_after(COUNT - 1)
     client.proceed()
     client.until(running_batch_rids=RIDS[:4])
     return futures
@@ -98,6 +111,7 @@ def test_a_step_in_flight_is_awaited_and_its_tokens_are_delivered(
     client: Client, whole: dict[str, Any], mode: str
 ) -> None:
     before = client.state()["num_generated_tokens"]
+    gate_of(client).close_after(COUNT - 1)
     stream = client.stream(STORY, greedy(COUNT))
     stream.wait(2)
     reply = client.pause(mode)
@@ -129,7 +143,7 @@ def test_a_pause_without_a_mode_aborts(client: Client, whole: dict[str, Any]) ->
     state = client.state()
     assert (state["running_batch_size"], state["waiting_queue_size"]) == (0, 0)
     for rid, future in futures.items():
-        assert_aborted(future.result(10), whole[rid])
+        assert_aborted(future.result(30), whole[rid])
     assert futures["f"].result()["meta_info"]["finish_reason"]["message"] == "Abort before prefill"
 
 
@@ -167,7 +181,7 @@ def test_wait_lets_running_requests_finish_and_admits_none(client: Client, whole
     futures = start_all(client)
     reply = client.pause("wait")
     assert (reply["mode"], reply["num_running"], reply["num_waiting"]) == ("wait", 0, 2)
-    assert all(futures[rid].done() or futures[rid].result(1) for rid in RIDS[:4])
+    assert all(futures[rid].done() or futures[rid].result(30) for rid in RIDS[:4])
     assert client.state()["waiting_queue_rids"] == RIDS[4:]
     client.proceed()
     for rid, future in futures.items():
@@ -185,6 +199,7 @@ def test_an_unknown_mode_is_refused(client: Client) -> None:
 
 @each_gentle_mode
 def test_pause_in_the_middle_of_a_chunked_prefill(client: Client, whole: dict[str, Any], mode: str) -> None:
+    gate_of(client).close_after(3)  # of five chunks
     future = client.start(LONG, greedy(COUNT), rid="long")
     client.until(chunked_req_rids=["long"])
     client.pause(mode)
@@ -226,7 +241,7 @@ def test_abort_while_paused_works_for_running_and_waiting_requests(
     for rid in ("b", "e", "stream", "late", "unknown"):  # running, waiting, waiting, arrived in the pause
         client.abort(rid)
     for future, expected in ((futures["b"], "b"), (futures["e"], "e"), (late, "a")):
-        assert_aborted(future.result(5), whole[expected])
+        assert_aborted(future.result(30), whole[expected])
     assert stream.result()["meta_info"]["finish_reason"]["type"] == "abort", (
         "there must be a final event and [DONE]"
     )
@@ -248,7 +263,7 @@ def test_abort_all_while_paused(client: Client, whole: dict[str, Any], mode: str
     client.pause(mode)
     client.abort(abort_all=True, aborted_message="enough")
     for rid, future in futures.items():
-        reply = future.result(5)
+        reply = future.result(30)
         assert_aborted(reply, whole[rid])
         assert reply["meta_info"]["finish_reason"]["message"] == "enough"
     state = client.until(running_batch_size=0, waiting_queue_size=0, req_to_token_pool_used=0)
@@ -291,9 +306,10 @@ def test_a_flush_while_requests_run_or_wait_is_refused_unless_it_may_wait(client
     assert all(part in refused.text for part in ("Reason: ", "4 requests run", "2 wait"))
     too_soon = client.flush(timeout=0.05)
     assert too_soon.status_code == 400
+    gate_of(client).open()
     waited = client.flush(timeout=30)  # until nothing runs or waits
     assert waited.status_code == 200
-    assert all(future.done() or future.result(1) for future in futures.values())
+    assert all(future.done() or future.result(30) for future in futures.values())
     state = client.state()
     assert (state["available_kv_tokens"], state["tree_cache_size"]) == (KV_TOKENS, 0)
     assert (state["forward_ct_decode"], state["new_token_ratio"]) == (0, state["init_new_token_ratio"])
@@ -327,7 +343,7 @@ def test_a_pause_can_be_raised_to_each_stronger_mode(client: Client, whole: dict
     future = client.begin(STORY, greedy(COUNT), "r")
     for mode in ("in_place", "retract", "abort"):
         assert client.pause(mode)["mode"] == client.state()["pause_mode"] == mode
-    assert_aborted(future.result(5), whole["a"])
+    assert_aborted(future.result(30), whole["a"])
 
 
 def test_a_second_abort_pause_aborts_requests_that_were_queued_in_between(client: Client) -> None:
@@ -337,7 +353,7 @@ def test_a_second_abort_pause_aborts_requests_that_were_queued_in_between(client
     assert client.pause("in_place")["mode"] == "abort"
     assert client.state()["waiting_queue_rids"] == ["late"], "a weaker pause must abort nothing"
     assert client.pause("abort")["num_aborted"] == 1
-    assert future.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert future.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize(
@@ -353,6 +369,7 @@ def test_a_second_abort_pause_aborts_requests_that_were_queued_in_between(client
 def test_a_client_that_disconnects_while_paused_is_aborted_at_once(
     client: Client, mode: str, streams: bool
 ) -> None:
+    gate_of(client).close_after(COUNT - 1)
     if streams:
         stream = client.stream(STORY, greedy(COUNT), rid="leaves")
         stream.wait(2)
@@ -365,7 +382,7 @@ def test_a_client_that_disconnects_while_paused_is_aborted_at_once(
         client.until(running_batch_rids=["leaves"])
         client.pause(mode)
         connection.close()
-    state = client.until(timeout=3, running_batch_rids=[], waiting_queue_rids=[], req_to_token_pool_used=0)
+    state = client.until(running_batch_rids=[], waiting_queue_rids=[], req_to_token_pool_used=0)
     assert state["engine_paused"]
     assert state["available_kv_tokens"] + state["tree_cache_size"] == KV_TOKENS
 
@@ -408,6 +425,7 @@ def test_pauses_do_not_change_logprobs_penalties_seeds_and_stop_strings(client: 
         client.until(waiting_queue_size=len(cases))
         for number in range(pauses):
             made = client.state()["num_generated_tokens"]
+            gate_of(client).close_after(5)  # three times, and the requests go on
             client.proceed()
             client.until_more(made)
             reply = client.pause(("retract", "in_place")[number % 2])
@@ -436,10 +454,10 @@ def test_pauses_do_not_change_logprobs_penalties_seeds_and_stop_strings(client: 
 def test_a_pause_with_a_ttl_ends_by_itself(client: Client, whole: dict[str, Any]) -> None:
     future = client.begin(STORY, greedy(COUNT), "r")
     began = time.monotonic()
-    client.pause("retract", ttl_s=1.5)
+    client.pause("retract", ttl_s=2.5)
     assert client.state()["engine_paused"]
     assert_whole(future.result(30), whole["a"])
-    assert time.monotonic() - began > 1.5
+    assert time.monotonic() - began > 2.5
     assert not client.state()["engine_paused"]
 
 
@@ -453,13 +471,14 @@ def test_a_rid_can_be_reused_only_after_its_request_has_ended(
     refused = client.http.post("/generate", json=body)
     assert refused.status_code == 400 and "same" in refused.json()["message"]
     client.abort("same")
-    assert_aborted(future.result(5), whole["a"])
+    assert_aborted(future.result(30), whole["a"])
     again = client.start(STORY, greedy(COUNT), rid="same")
     client.proceed()
     assert_whole(again.result(30), whole["a"])
 
 
 def test_a_batch_across_a_pause_is_complete(client: Client, whole: dict[str, Any]) -> None:
+    gate_of(client).close_after(COUNT - 1)
     batch = client.start(list(PROMPTS.values()), greedy(COUNT), rid="batch")
     client.until(running_batch_size=4)
     client.pause("retract")
@@ -470,7 +489,11 @@ def test_a_batch_across_a_pause_is_complete(client: Client, whole: dict[str, Any
 
 def test_prompts_that_share_a_prefix_survive_pauses(client: Client, whole: dict[str, Any]) -> None:
     assert_whole(client.generate(LONG, greedy(COUNT)), whole["long"])
+    client.pause("in_place")
     futures = [client.start(LONG, greedy(COUNT)) for _ in range(4)]
+    client.until(waiting_queue_size=4)
+    gate_of(client).close_after(COUNT - 1)
+    client.proceed()
     client.until(running_batch_size=4)
     for mode in ("in_place", "retract"):
         client.pause(mode)
@@ -508,6 +531,7 @@ def test_the_routes_of_vllm(client: Client, whole: dict[str, Any]) -> None:
     paused = client.http.post("/pause", params={"mode": "keep"})
     assert (paused.status_code, paused.json()["status"]) == (200, "paused")
     assert is_paused() and client.state()["running_batch_rids"] == ["r"]
+    gate_of(client).open()
     resumed = client.http.post("/resume")
     assert (resumed.status_code, resumed.json()["status"], is_paused()) == (200, "resumed", False)
     assert_whole(future.result(30), whole["a"])
@@ -544,7 +568,7 @@ def test_a_paused_server_takes_less_than_2_percent_of_a_core(client: Client, mod
     assert share < 0.02
     client.abort(abort_all=True)
     for future in futures.values():
-        future.result(5)
+        future.result(30)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.served import Served, serve
 from tests.server.live import LiveServer
 from tests.support.child import start_child
+from tests.support.held_steps import StepGate
 
 
 @contextmanager
@@ -42,21 +43,27 @@ def routing(*engines: Served | LiveServer, **options: str) -> Iterator[str]:
             yield url
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
 
 
 def until(url: str, path: str, is_so: Any) -> None:
     """Waits until the answer of a GET is as it should be."""
-    deadline = time.monotonic() + 30
-    while not is_so(reply := httpx.get(url + path, timeout=5)):
+    deadline = time.monotonic() + 60
+    while not is_so(reply := httpx.get(url + path, timeout=60)):
         assert time.monotonic() < deadline, reply.text
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: Path) -> Iterator[tuple[Served, Served]]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    """The gate of the engines' steps: while it is closed, no request can end."""
+    return StepGate(tmp_path_factory.mktemp("gate") / "steps")
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, gate: StepGate) -> Iterator[tuple[Served, Served]]:
     options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
-    with serve(*options) as first, serve(*options) as second:
+    with serve(*options, gate=gate) as first, serve(*options, gate=gate) as second:
         yield first, second
 
 
@@ -155,9 +162,9 @@ def text_of(lines: list[str]) -> str:
     return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
 
 
-def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> None:
+def test_control_routes_reach_real_engines(engines: tuple[Served, Served], gate: StepGate) -> None:
     generate = {"text": "Once", "sampling_params": {"max_new_tokens": 2}}
-    with routing(*engines) as url, httpx.Client(base_url=url, timeout=20) as client:
+    with routing(*engines) as url, httpx.Client(base_url=url, timeout=60) as client:
         assert client.post("/generate", json=generate).status_code == 200
         paused = client.post("/pause_generation", json={"mode": "retract"}).json()
         assert (paused["status"], paused["num_running"], len(paused["workers"])) == ("ok", 0, 2)
@@ -171,10 +178,12 @@ def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> No
         assert client.post("/resume").json()["status"] == "resumed"
         assert client.post("/abort_request", json={"abort_all": True}).content == b""
         body = {"prompt": "x", "rid": "mine", "stream": True, "max_tokens": 100, "ignore_eos": True}
+        gate.close_after(50)
         with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             assert '"id":"mine"' in next(lines)
             client.post("/abort_request", json={"rid": "mine"})
+            gate.open()
             assert any('"finish_reason":"abort"' in line for line in lines)
         info = client.get("/server_info").json()
         assert (info["dp_size"], len(info["internal_states"]), info["status"]) == (2, 2, "ready")
@@ -184,10 +193,10 @@ def test_control_routes_reach_real_engines(engines: tuple[Served, Served]) -> No
         assert wrong.status_code == 400 and wrong.json()["message"].startswith("mode='nap'")
         assert client.post("/update_weight_version", json={"new_version": "1"}).status_code == 400
     with routing(engines[0]) as url:
-        changed = httpx.post(f"{url}/update_weight_version", json={"new_version": "7"}, timeout=20)
+        changed = httpx.post(f"{url}/update_weight_version", json={"new_version": "7"}, timeout=60)
         assert changed.json()["success"] is True
         assert httpx.get(f"{engines[0].url}/weight_version").json() == {"weight_version": "7"}
-        httpx.post(f"{url}/update_weight_version", json={"new_version": "0"}, timeout=20)
+        httpx.post(f"{url}/update_weight_version", json={"new_version": "0"}, timeout=60)
 
 
 # --- the last tests end engines that all share ---
@@ -206,7 +215,7 @@ def test_an_engine_that_is_killed_costs_no_request_that_had_not_begun(engines: t
     "roles", [("both", "both"), pytest.param(("prefill", "decode", "decode"), marks=pytest.mark.slow)]
 )  # `test_fleet_faults` kills engines of pairs
 def test_a_stream_goes_on_where_a_killed_engine_was(
-    tiny_model: Path, engines: tuple[Served, Served], roles: tuple[str, ...]
+    tiny_model: Path, engines: tuple[Served, Served], gate: StepGate, roles: tuple[str, ...]
 ) -> None:
     options = ("--model", str(tiny_model), "--load-format", "dummy", "--device", "cpu")
     body = {
@@ -220,7 +229,9 @@ def test_a_stream_goes_on_where_a_killed_engine_was(
     with ExitStack() as stack:
         group = [engines[0]] if roles[0] == "both" else []
         group += [
-            stack.enter_context(serve(*options, "--role", role, "--disaggregation-bootstrap-port", "0"))
+            stack.enter_context(
+                serve(*options, "--role", role, "--disaggregation-bootstrap-port", "0", gate=gate)
+            )
             for role in roles[len(group) :]
         ]
         url = stack.enter_context(routing(*group))
@@ -231,7 +242,9 @@ def test_a_stream_goes_on_where_a_killed_engine_was(
             workers = httpx.get(f"{url}/workers", timeout=30).json()["workers"]
             (answering,) = (each["url"] for each in workers if each["in_flight"])
             kill(next(engine for engine in group if engine.url == answering))
+            gate.open()
 
+        gate.close_after(240)  # half of the tokens
         assert text_of(lines_of(url, body, 3, kill_the_answering_one)) == expected
         metrics = httpx.get(f"{url}/metrics", timeout=30).text
         assert "segue:router_resumes_total 1.0" in metrics

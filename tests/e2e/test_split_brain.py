@@ -33,7 +33,7 @@ def test_a_stopped_engine_that_was_replaced_adds_nothing_and_ends(tiny_model: Pa
             wait_until(lambda: late.ids, "requests go on")
             old.process.send_signal(signal.SIGCONT)
             assert [stream.result() for stream in (*streams, late)] == [EXPECTED] * 4
-            assert old.process.wait(10) != 0, "it looks at its lock, and ends"
+            assert old.process.wait(60) != 0, "it looks at its lock, and ends"
             wait_until(lambda: workers_of(url) == [new.url], "the router has forgotten it")
 
 
@@ -48,7 +48,7 @@ def test_an_engine_whose_directory_is_removed_leaves_its_epoch_to_the_next_one(
         old.until("active")
         assert not list(directory.glob("standby-*")), "nobody waits"
         shutil.rmtree(directory)
-        assert old.process.wait(10) != 0, "it looks at its lock, and ends"
+        assert old.process.wait(60) != 0, "it looks at its lock, and ends"
     next_one = CohortLock(directory, "default")
     assert next_one.try_acquire()
     assert next_one.claim("b", "http://127.0.0.1:1", 0) == 2

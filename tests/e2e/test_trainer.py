@@ -113,7 +113,7 @@ def test_the_shown_commands_send_the_trained_weights(started: Started, tmp_path:
         "success"
     ]
     started.process.send_signal(signal.SIGINT)
-    assert started.process.wait(15) == 130
+    assert started.process.wait(60) == 130
     for port in (started.serve_port, started.trainer_port):
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"http://127.0.0.1:{port}/health")

@@ -83,7 +83,7 @@ def test_a_trainer_killed_during_an_update_changes_nothing(
     buckets = split(tensors_of(checkpoints[1]), 4)
     checksum = sync.checksum()
     form = {"load_format": "flattened_bucket" if flattened else None}
-    assert sync.prepare(buckets, timeout_s=1.0, **form)["status"] == "ready"
+    assert sync.prepare(buckets, timeout_s=20.0, **form)["status"] == "ready"
     sync.send(buckets[:2], flattened=flattened)
     sync.until(num_buckets_received=2)
     waiting = sync.later("/complete_weights_update", group_name="g")

@@ -8,7 +8,6 @@ the tensors and prints ``done``.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
+
+from tests.support.ports import free_port
 
 TIMEOUT = timedelta(seconds=40)
 NUM_BUCKETS = 5
@@ -70,9 +71,7 @@ class Call(threading.Thread):
 
 def meet(engine: Engine, name: str, *, port_as_text: bool = False, world_size: int = 2) -> Any:
     """Asks the engine to join a group, and joins the group at the same time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     joining = Call(
         engine,
         "/init_weights_update_group",

@@ -113,7 +113,7 @@ async def serving(reply: Callable[[bytes], bytes | None], host: str = "127.0.0.1
     async with await asyncio.start_server(serve, host, 0) as server:
         yield server.sockets[0].getsockname()[1]
         for each in ended:
-            await asyncio.wait_for(each.wait(), 10)
+            await asyncio.wait_for(each.wait(), 60)
 
 
 async def asked(answer: bytes | None, timeout_s: float = 10.0) -> tuple[str | None, bytes]:
@@ -121,7 +121,7 @@ async def asked(answer: bytes | None, timeout_s: float = 10.0) -> tuple[str | No
     requests = []
     async with serving(lambda request: requests.append(request) or answer) as port:
         probe = Probe(action=HttpGet(path="/live", port="system"), timeout_s=timeout_s)
-        return await ask(probe, {"system": port}, no_command), requests[0]
+        return await ask(probe, {"system": port}, no_command), b"".join(requests)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_probes_run_until_a_process_must_be_killed() -> None:
         }
         async with serving(reply) as port:
             prober = Prober(probes, time.monotonic())
-            return await asyncio.wait_for(keep_probing(prober, {"system": port}, no_command), 20), paths
+            return await asyncio.wait_for(keep_probing(prober, {"system": port}, no_command), 60), paths
 
     verdict, paths = asyncio.run(test())
     assert verdict == "its livenessProbe failed 3 times in a row (HTTP status 503)"

@@ -78,7 +78,7 @@ def test_a_file_that_is_deleted_while_somebody_opens_it_is_made_anew(tmp_path: P
     waiting.start()
     wait_until(_waits_for_a_lock, "it waits")
     held.discard()
-    waiting.join(10)
+    waiting.join(60)
     assert late.is_held and late.path.exists() and has_standby(tmp_path, "default")
     late.discard()
 

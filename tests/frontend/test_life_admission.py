@@ -97,7 +97,7 @@ def test_a_request_that_is_being_tokenized_takes_a_place(
         go_on = threading.Event()
         tokenizer = bench.manager.encoder.tokenizer
         assert tokenizer is not None
-        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: go_on.wait(10) and [65])
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: go_on.wait(60) and [65])
         long = [asyncio.create_task(bench.submit(request(f"r{n}", "a" * 5000))) for n in range(5)]
         while bench.manager.num_requests < 5:
             await asyncio.sleep(0)

@@ -23,7 +23,7 @@ def test_a_reader_is_woken_once_the_flag_is_set() -> None:
         assert not reader.done() and not signal.is_set()
         signal.set()
         signal.set()
-        await asyncio.wait_for(reader, 10)
+        await asyncio.wait_for(reader, 60)
         assert signal.is_set()
 
     asyncio.run(work())
@@ -33,12 +33,12 @@ def test_a_flag_that_was_set_before_is_not_waited_for_until_it_is_cleared() -> N
     async def work() -> None:
         signal = Signal()
         signal.set()
-        await asyncio.wait_for(signal.wait(), 10)
+        await asyncio.wait_for(signal.wait(), 60)
         signal.clear()
         reader = await waiting(signal)
         assert not reader.done() and not signal.is_set()
         signal.set()
-        await asyncio.wait_for(reader, 10)
+        await asyncio.wait_for(reader, 60)
 
     asyncio.run(work())
 
@@ -51,6 +51,6 @@ def test_a_reader_that_was_cancelled_leaves_the_flag_to_the_next_one() -> None:
         with pytest.raises(asyncio.CancelledError):
             await first
         signal.set()
-        await asyncio.wait_for(signal.wait(), 10)
+        await asyncio.wait_for(signal.wait(), 60)
 
     asyncio.run(work())

@@ -15,7 +15,7 @@ def test_work_that_is_cancelled_in_the_queue_never_begins() -> None:
 
     def hold() -> None:
         begun.append(0)
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     async def work() -> None:
         thread_pool = ThreadPool()
@@ -53,7 +53,7 @@ def test_closing_ends_queued_and_later_work() -> None:
 
     async def work() -> None:
         thread_pool = ThreadPool()
-        tasks = [asyncio.create_task(thread_pool.run(lambda: go_on.wait(10))) for _ in range(NUM_THREADS + 1)]
+        tasks = [asyncio.create_task(thread_pool.run(lambda: go_on.wait(60))) for _ in range(NUM_THREADS + 1)]
         await asyncio.sleep(0)
         thread_pool.close(EngineDeadError("gone"))
         for waiting in (tasks[-1], thread_pool.run(lambda: 1)):

@@ -125,7 +125,7 @@ def bench(tiny_model: Path) -> Bench:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 10))
+    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def request(rid: str = "r", prompt: Any = (65, 66), **options: Any) -> GenerateRequest:
@@ -190,7 +190,7 @@ class HeldTokenizer:
         self.go_on = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         return [ord(char) for char in text]
 
 

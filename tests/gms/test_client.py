@@ -237,7 +237,7 @@ def test_notices_come_to_a_thread_that_waits_for_them(directory: Path) -> None:
         until(lambda: len(found) == 2, "both notices")
         assert shadow.note("x") is None, "calls go on meanwhile"
         shadow.close()
-        thread.join(30)
+        thread.join(60)
         assert ended == [True]
 
 

@@ -167,7 +167,7 @@ def test_a_holder_without_free_descriptors_takes_the_next_client_once_it_has_som
     holder = Holder(str(tmp_path / "d"))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with new_socket() as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(holder.path)
         free = os.dup(0)  # the lowest number that is free
         os.close(free)

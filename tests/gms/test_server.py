@@ -47,7 +47,7 @@ def shared_service(
 def raw(directory: Path) -> socket.socket:
     connection = new_socket()
     connection.connect(str(directory / SOCKET))
-    connection.settimeout(20)
+    connection.settimeout(60)
     return connection
 
 
@@ -130,6 +130,7 @@ def idle_descriptors(process: subprocess.Popen[bytes]) -> int:
     return descriptors_of(process)
 
 
+@pytest.mark.alone
 def test_clients_that_break_the_protocol_lose_their_session_alone(
     shared_service: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
@@ -207,7 +208,7 @@ class running_with_token:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(60)
 
 
 def test_another_user_is_refused(tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_the_end_of_a_process_is_seen_while_its_child_has_the_socket(
             "the session of a process that has ended goes on",
         )
     os.killpg(process.pid, 9)
-    process.wait(30)
+    process.wait(60)
     process.stdout.close()
 
 

@@ -133,7 +133,7 @@ def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:
     target(tmp_path / "d", tag="watch").close()
     until(lambda: len(children(process)) == 2, "both children run")
     os.kill(children(process)["hold"], signal.SIGKILL)
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     try:
         target_at_once(tmp_path / "d")
     except MemoryServiceError as error:

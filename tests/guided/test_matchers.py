@@ -156,7 +156,7 @@ def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers:
     known, masks = threading.Event(), list[Allowed]()
 
     def read() -> list[int]:
-        assert known.wait(10)
+        assert known.wait(60)
         return [TOKENS.index(b"ab")]
 
     matchers.take(np.array([0]), read)
@@ -164,7 +164,7 @@ def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers:
     reader.start()
     assert not masks
     known.set()
-    reader.join(10)
+    reader.join(60)
     assert tokens_of(masks[0].masks[0]) == {EOS, TOKENS.index(b"a"), TOKENS.index(b"b")}
 
 
@@ -173,7 +173,7 @@ def test_rows_whose_grammars_are_complete_are_known_with_their_token(matchers: M
         put(matchers, slot, spec("regex", regex))
     a, slots = TOKENS.index(b"a"), np.array([3, 0, 1, 2, 9])
     complete = matchers.take(slots, lambda: [a] * 5)
-    assert complete is not None and complete.result(10) == [1]
+    assert complete is not None and complete.result(60) == [1]
     assert matchers.take(np.array([9]), lambda: [a]) is None
     broken = matchers.take(slots, lambda: [][0])
     assert broken is not None and isinstance(broken.exception(10), IndexError)

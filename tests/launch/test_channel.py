@@ -29,7 +29,7 @@ def no_call(*_: object) -> None:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 

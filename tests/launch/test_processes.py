@@ -70,7 +70,7 @@ def test_a_workers_death_is_reported_with_its_reason(tmp_path: Path, wait_until:
     exits: list[str] = []
     group.start(exits.append)
     os.kill(group.pids[0], signal.SIGKILL)
-    wait_until(lambda: exits, 1.0)
+    wait_until(lambda: exits)
     assert f"rank 0 (pid {group.pids[0]}) ended by signal SIGKILL" in exits[0]
     asyncio.run(group.stop(0.0, 1.0))
 

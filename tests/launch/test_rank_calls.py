@@ -16,7 +16,7 @@ def run(work: Callable[[RankCalls, list[LifeMessage]], Awaitable[None]]) -> None
         sent: list[LifeMessage] = []
         await work(RankCalls(2, sent.append), sent)
 
-    asyncio.run(asyncio.wait_for(whole(), 10))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 async def started(calls: RankCalls) -> asyncio.Task[None]:

@@ -33,7 +33,7 @@ def run(model: Path, work: Callable[[Runtime], Awaitable[None]]) -> None:
         finally:
             await runtime.shutdown()
 
-    asyncio.run(asyncio.wait_for(whole(), 10))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def make_active(runtime: Runtime) -> None:

@@ -26,7 +26,7 @@ def test_work_runs_in_order_on_one_other_thread(stream):
 
 def test_submitting_does_not_wait(stream):
     gate = threading.Event()
-    first = stream.submit(lambda: gate.wait(10))
+    first = stream.submit(lambda: gate.wait(60))
     second = stream.submit(lambda: 5)
     assert not first.done() and not second.done()
     gate.set()
@@ -81,7 +81,7 @@ def test_on_cuda_what_takes_long_does_not_hold_up_the_thread_that_submits_steps(
     stream, gate = CUDAStream(torch.device("cuda", 0)), threading.Event()
 
     def copy_weights():
-        assert gate.wait(10), "nothing else ran meanwhile"
+        assert gate.wait(60), "nothing else ran meanwhile"
         return FakeStream.current.id
 
     first, second = stream.submit_long(copy_weights), stream.submit_long(lambda: "second")

@@ -30,14 +30,14 @@ from segue.server.http_server import HttpServer
 from segue.server.responses import encode
 from tests.router.workers import record, report
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 STREAM = {"text": "Hello", "stream": True}  # a request; a fake worker takes it on every route
 REPLY = b'{"text": "hello", "meta_info": {"prompt_tokens": 10}}'
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     """Runs an asynchronous test to its end."""
-    asyncio.run(asyncio.wait_for(test, 30))
+    asyncio.run(asyncio.wait_for(test, 100))
 
 
 async def until(is_so: Callable[[], object], what: str) -> None:

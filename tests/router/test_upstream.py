@@ -115,7 +115,7 @@ def test_all_requests_of_a_worker_can_be_ended() -> None:
         await worker.start()
         upstream = Upstream(worker.url)
         with pytest.raises(UpstreamError, match="it hangs") as caught:
-            await asyncio.wait_for(ask(upstream), 5)
+            await asyncio.wait_for(ask(upstream), 60)
         assert caught.value.end == "timeout"
         await worker.die()
 
@@ -174,7 +174,7 @@ def test_what_has_arrived_before_is_taken_first() -> None:
         await worker.start()
         connection = await Upstream(worker.url).request(b"POST", b"/generate", [], b"{}")
         await go_on.wait()
-        await asyncio.wait_for(connection.read_by(take), 5)  # returns at the end of the body
+        await asyncio.wait_for(connection.read_by(take), 60)  # returns at the end of the body
         assert taken == [b"before"] and connection.is_complete
         connection.abort("client_left", "the test ends")
         await worker.die()
@@ -200,7 +200,7 @@ def test_taking_a_body_that_is_cut_is_an_error() -> None:
         await worker.start()
         connection = await Upstream(worker.url).request(b"POST", b"/generate", [], b"{}")
         with pytest.raises(UpstreamError) as caught:
-            await asyncio.wait_for(connection.read_by(take), 5)
+            await asyncio.wait_for(connection.read_by(take), 60)
         assert caught.value.end == "cut"
         await worker.die()
 

@@ -82,7 +82,7 @@ def test_the_stream_has_workers_and_what_happens_to_them() -> None:
             assert found["status"]["kind"] == "router"
             assert {each["id"]: each["serves"] for each in found["workers"]} == {one.id: True, two.id: False}
             router.router.is_draining = True
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 async for _ in lines:  # until it ends
                     pass
 
@@ -99,6 +99,6 @@ def test_several_processes_send_the_coordinator_s_stream_and_its_files() -> None
                 lines = reply.aiter_lines()
                 assert '"kind":"router"' in await anext(lines)
                 router.process.send_signal(signal.SIGTERM)  # a stream must not hold it up
-                assert await asyncio.wait_for(router.process.wait(), 10) == 0
+                assert await asyncio.wait_for(router.process.wait(), 60) == 0
 
     run(test())

@@ -39,6 +39,15 @@ def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
         server.assert_nothing_left()
 
 
+@pytest.fixture
+def slow_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While this file exists, the steps of a server take ten times as long: no request ends meanwhile."""
+    file = tmp_path / "slow"
+    file.touch()
+    monkeypatch.setenv("FAKE_SLOW_WHILE", str(file))
+    return file
+
+
 class Api:
     """Short ways to ask."""
 

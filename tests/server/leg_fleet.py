@@ -44,7 +44,7 @@ class Fleet:
         where = {"room": next(ROOMS), "peer": self.peer} | fields
         first = self.threads.submit(frames, self.prefill, leg_of(path, body, kind="prefill", **where))
         found = frames(self.one, leg_of(path, body, kind="decode", **where))
-        assert first.result(20) == [End(b"")]
+        assert first.result(60) == [End(b"")]
         assert self.handover()["recomputed"] == {}
         return found
 

@@ -57,9 +57,9 @@ class LiveServer:
         tls, root_path = server_context(self.config), self.config.root_path
         self._http = HttpServer(self.app, limits, self.config.log_level, tls=tls, root_path=root_path)
         self._serving = self._thread.submit(self._http.serve(sockets=[listener]))
-        self._thread.call(asyncio.wait_for(self._http.accepts.wait(), 10))
+        self._thread.call(asyncio.wait_for(self._http.accepts.wait(), 60))
         trusted = True if certificate is None else ssl.create_default_context(cafile=str(certificate))
-        self.client = httpx.Client(base_url=self.url, timeout=20, verify=trusted)
+        self.client = httpx.Client(base_url=self.url, timeout=60, verify=trusted)
 
     def __enter__(self) -> LiveServer:
         return self
@@ -71,7 +71,7 @@ class LiveServer:
         if self.app.state.runtime is not None:
             self._thread.call(self.runtime.shutdown())
         self._http.should_exit = True
-        self._serving.result(10)
+        self._serving.result(60)
         self._thread.stop()
 
     @property
@@ -94,6 +94,6 @@ class LiveServer:
                 if answer.problems or not answer.state["req_to_token_pool_used"]:
                     return answer
 
-        answer = self._thread.call(asyncio.wait_for(settle(), 5))
+        answer = self._thread.call(asyncio.wait_for(settle(), 60))
         assert answer.problems == []
         assert answer.state["running_batch_size"] == answer.state["waiting_queue_size"] == 0

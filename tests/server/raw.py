@@ -12,7 +12,7 @@ def ask(server: LiveServer, method: str, target: str, *headers: str, version: st
     """Sends a request without a body on a new connection; returns status and body of the answer."""
     host, port = server.url.removeprefix("http://").split(":")
     lines = [f"{method} {target} HTTP/{version}", *headers, "content-length: 0", "connection: close"]
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1"))
         response = HTTPResponse(connection, method=method)
         response.begin()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import time
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.conftest import is_within
 from tests.server.conftest import MODEL, Api
 from tests.server.live import LiveServer
 
@@ -238,12 +238,14 @@ def test_contradicting_limits(api: Api) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused_at_once(api: Api) -> None:
-    start = time.monotonic()
-    for response in (api.chat("word " * 100_000), api.complete("word " * 100_000), api.complete([70] * 512)):
-        error = error_of(response)
-        assert error["code"] == "context_length_exceeded"
-        assert "512" in error["message"]
-    assert time.monotonic() - start < 2.0
+    def ask() -> None:
+        long = "word " * 100_000
+        for response in (api.chat(long), api.complete(long), api.complete([70] * 512)):
+            error = error_of(response)
+            assert error["code"] == "context_length_exceeded"
+            assert "512" in error["message"]
+
+    assert is_within(2.0, ask)
 
 
 def test_max_tokens_that_do_not_fit(api: Api) -> None:
@@ -301,7 +303,7 @@ def test_a_body_of_20_mb_is_refused_without_being_read(server: LiveServer) -> No
 
 
 def test_a_client_that_reads_only_after_it_has_sent_20_mb_gets_the_answer(server: LiveServer) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request("POST", "/v1/completions", body=b"x" * 20_000_000)
     with connection.getresponse() as response:
         assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "request_too_large")
@@ -345,11 +347,12 @@ def test_streams_are_refused_before_they_begin(api: Api) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_millions_of_mistakes_cost_no_more_than_one(server: LiveServer, path: str, body: bytes) -> None:
-    start = time.monotonic()
-    response = server.client.post(path, content=body, headers=JSON)
-    assert time.monotonic() - start < 3.0
-    assert response.status_code in (400, 404)
-    assert len(response.content) < 1000
+    def ask() -> None:
+        response = server.client.post(path, content=body, headers=JSON)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 1000
+
+    assert is_within(3.0, ask)
 
 
 def test_more_prompts_than_the_queue_takes_are_refused_by_number(api: Api) -> None:
@@ -397,7 +400,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 )
 def test_endless_headers_are_refused_and_not_kept(server: LiveServer, begin: bytes, more: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(begin)
         with pytest.raises(OSError):  # closed by the server
             for _ in range(5000):
@@ -419,7 +422,7 @@ def test_an_upgrade_to_another_protocol_is_ignored_and_the_body_read(
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c\r\n"
     request = HEAD + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         for _ in range(2):  # the second on the same connection
             connection.sendall(request[:cut])
             if cut:

@@ -45,7 +45,7 @@ def served(work: Work, client: Client, version: str = "1.1") -> None:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(f"GET / HTTP/{version}\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
         await client(reader, writer)
-        await asyncio.wait_for(is_done.wait(), 10)
+        await asyncio.wait_for(is_done.wait(), 60)
         writer.transport.abort()
         await stop(server, serving)
 
@@ -111,7 +111,7 @@ def test_a_slow_client_is_left_to_asgi_which_waits_for_it() -> None:
             while writer.write(bytes(1 << 16)):
                 await asyncio.sleep(0)
 
-        await asyncio.wait_for(until_refused(), 10)
+        await asyncio.wait_for(until_refused(), 60)
 
     served(work, read_the_head)
 

@@ -112,7 +112,7 @@ def test_a_stream_goes_on_to_the_byte(server: LiveServer, name: str) -> None:
             after = await tell(server.runtime, path, body, told[:count])
             assert without_time(payload(told[:count] + after)) == without_time(payload(told)), count
 
-    server.call(asyncio.wait_for(work(), 20))
+    server.call(asyncio.wait_for(work(), 60))
 
 
 def without_time(data: bytes) -> bytes:

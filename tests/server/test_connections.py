@@ -34,7 +34,7 @@ COMPLETION = {"model": MODEL, "prompt": "abc", "max_tokens": 3, "ignore_eos": Tr
 FAST = ConnectionLimits(
     max_connections=100,
     head_s=0.3,
-    idle_s=0.6,
+    idle_s=1.2,
     body_silence_s=0.3,
     body_rate=1000.0,
     body_grace_s=0.4,
@@ -43,7 +43,7 @@ FAST = ConnectionLimits(
     stream_silence_s=0.6,
     sweep_s=0.1,
 )
-SLOW = 10.0  # far above every limit here, in seconds
+SLOW = 60.0  # far above every limit here, in seconds
 
 
 def head(body: bytes, more: bytes = b"", *, path: str = "/v1/completions", version: str = "1.1") -> bytes:
@@ -238,11 +238,11 @@ def test_a_finished_reply_that_the_client_does_not_read_is_dropped(fast: LiveSer
         wait_until(lambda: num_connections(fast) == 1)
         (connection,) = fast._http.server_state.connections
         for count in range(1, 20_000):
+            began = time.monotonic()
             client.send(get)
             wait_until(lambda count=count: total(fast) == before + count)
             if connection.transport.get_write_buffer_size():
                 break
-        began = time.monotonic()
         wait_until(lambda: num_connections(fast) == 0, SLOW)
         assert time.monotonic() - began >= FAST.reply_silence_s
 
@@ -255,7 +255,7 @@ def test_a_stream_that_the_client_does_not_read_is_dropped_and_its_request_abort
     body = json.dumps({"text": "abc", "sampling_params": params, "stream": True}).encode()
     with RawClient(server, head(body, path="/generate") + body, receive_buffer=4096):
         wait_until(lambda: server.runtime.manager.num_requests == 1)
-        wait_until(lambda: server.runtime.manager.num_requests == 0, 20)
+        wait_until(lambda: server.runtime.manager.num_requests == 0)
     assert server.runtime.manager.stats.finished["abort"] == 1
     server.assert_nothing_left()
 
@@ -365,7 +365,7 @@ def test_the_limit_of_body_bytes_follows_from_the_largest_body() -> None:
 def test_incomplete_bodies_are_bounded_in_total_and_fast_ones_are_accepted(
     start: Callable[..., LiveServer], wait_until: Any
 ) -> None:
-    bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=float(MIB), sweep_s=0.1)
+    bound = limits(body_bytes=4 * MIB, crowded_grace_s=0.2, crowded_rate=0.4 * MIB, sweep_s=0.1)
     server = start(bound)
     connections = server._http._connections
     half = head(b" " * 900_000), b" " * 800_000
@@ -455,7 +455,8 @@ def test_too_many_pipelined_requests_are_refused(
         wait_until(lambda: server.runtime.manager.num_requests == 1)
         client.send(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
         assert client.all() == b""
-    wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
+    wait_until(lambda: server.runtime.manager.num_requests == 0)
+    assert server.runtime.manager.stats.finished["abort"] == 1
 
 
 def test_pipelined_requests_are_answered_in_order(fast: LiveServer) -> None:
@@ -478,12 +479,12 @@ def test_a_trailer_does_not_count_as_a_header(fast: LiveServer) -> None:
     assert (status, b"attacker.example" in body) == (403, True)
 
 
-def test_a_body_after_a_split_upgrade_header_is_not_parsed_as_a_request(fast: LiveServer) -> None:
+def test_a_body_after_a_split_upgrade_header_is_not_parsed_as_a_request(server: LiveServer) -> None:
     get = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     upgrade = head(get, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     begin, end = upgrade.split(b"ade: h2c")
-    with RawClient(fast, begin) as client:
-        httpx.get(fast.url + "/health")  # when this is answered, the first part has been read
+    with RawClient(server, begin) as client:
+        httpx.get(server.url + "/health")  # when this is answered, the first part has been read
         client.send(b"ade: h2c" + end + get)
         data = client.all()
     assert (data.count(b"content-length"), parse(data)[0]) == (1, 400)
@@ -533,7 +534,7 @@ def test_a_client_that_closes_its_sending_side_counts_as_disconnected(
     with RawClient(server, request(stream=stream, max_tokens=400)) as client:
         wait_until(lambda: server.runtime.manager.num_requests == 1)
         client.socket.shutdown(socket.SHUT_WR)
-        wait_until(lambda: server.runtime.manager.num_requests == 0, 2.0)
+        wait_until(lambda: server.runtime.manager.num_requests == 0)
         client.all()
     assert server.runtime.manager.stats.finished["abort"] == 1
     server.assert_nothing_left()

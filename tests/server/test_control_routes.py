@@ -148,7 +148,7 @@ def test_a_batchs_id_means_its_children(slow: LiveServer, wait_until: Any) -> No
     slow.client.post("/abort_request", json={"rid": "batc"})
     assert slow.runtime.manager.num_requests == 2
     slow.client.post("/abort_request", json={"rid": "batch"})
-    thread.join(5)
+    thread.join(60)
     assert [reply["meta_info"]["finish_reason"]["type"] for reply in replies] == ["abort", "abort"]
 
 
@@ -160,7 +160,7 @@ def test_openais_finish_reason_of_an_aborted_request(slow: LiveServer, wait_unti
     thread.start()
     wait_until(lambda: slow.runtime.manager.num_requests == 1)
     slow.client.post("/abort_request", json={"abort_all": True})
-    thread.join(5)
+    thread.join(60)
     assert replies[0]["choices"][0]["finish_reason"] == "abort"
 
 

@@ -149,7 +149,7 @@ def test_malformed_json(server: LiveServer) -> None:
 
 
 def test_a_body_that_is_too_large_is_answered_after_it_was_sent(server: LiveServer) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     with closing(connection):
         headers = {"connection": "close"}  # as urllib sends it
         connection.request("POST", "/update_weights_from_tensor", b"x" * 20_000_000, headers)

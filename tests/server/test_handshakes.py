@@ -53,7 +53,7 @@ def test_a_page_of_the_server_itself_may_send_requests(secure: LiveServer) -> No
 
 
 def test_a_client_that_does_not_speak_tls_gets_no_answer(secure: LiveServer) -> None:
-    with socket.create_connection(address(secure), timeout=10) as client:
+    with socket.create_connection(address(secure), timeout=60) as client:
         client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with suppress(ConnectionResetError):
             assert not client.recv(1 << 16).startswith(b"HTTP")
@@ -70,7 +70,7 @@ def test_clients_that_never_end_their_handshake_give_way_and_have_little_time(
         LiveServer(tiny_model, started=False, certificate=certificate, limits=limits, **options) as server,
         ExitStack() as silent,
     ):
-        clients = [socket.create_connection(address(server), timeout=10) for _ in range(12)]
+        clients = [socket.create_connection(address(server), timeout=60) for _ in range(12)]
         for client in clients:
             silent.enter_context(client)
         for client in clients[:num_closed]:
@@ -85,7 +85,7 @@ def test_a_connection_that_gives_way_is_closed_whatever_its_client_does(
     options = tls_options(certificate)
     context = ssl.create_default_context(cafile=str(certificate))
     with LiveServer(tiny_model, started=False, certificate=certificate, limits=limits, **options) as server:
-        raw = socket.create_connection(address(server), timeout=10)
+        raw = socket.create_connection(address(server), timeout=60)
         with context.wrap_socket(raw, server_hostname="127.0.0.1"):  # it never reads the end of TLS
             assert server.client.get("/version").status_code == 200
             wait_until(lambda: len(server._http.server_state.connections) == 1)
@@ -96,7 +96,7 @@ def test_a_server_ends_although_clients_do_not_agree_to_the_end_of_tls(
 ) -> None:
     context = ssl.create_default_context(cafile=str(certificate))
     with LiveServer(tiny_model, started=False, certificate=certificate, **tls_options(certificate)) as server:
-        client = socket.create_connection(address(server), timeout=10)
+        client = socket.create_connection(address(server), timeout=60)
         client = context.wrap_socket(client, server_hostname="127.0.0.1")
         client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         data = b""

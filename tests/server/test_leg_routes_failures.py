@@ -17,9 +17,13 @@ from segue.server.body import INLINE_BYTES
 from tests.server.leg_fleet import CASES, ROOMS, Case, Fleet, in_stream, native
 from tests.server.legs import failure, frames, leg_of, post, reading, whole_body
 from tests.server.live import LiveServer
+from tests.support.held_steps import hold_here
 
 
-def test_a_router_that_leaves_ends_the_requests(fleet: Fleet) -> None:
+def test_a_router_that_leaves_ends_the_requests(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_here(tmp_path / "steps", monkeypatch).close_after(300)  # they cannot end before the router leaves
     path, body = in_stream(native(["Hello", "Paris"], {"max_new_tokens": 400}))
     with reading(fleet.one, leg_of(path, body)) as told:
         next(told)

@@ -106,7 +106,7 @@ def test_the_first_token_does_not_wait_for_the_pages(fleet: Fleet) -> None:
             assert isinstance(found[0], Data) and len(found[0].outputs[0].ids) == 4
             assert found[0].payload.startswith(b"data: ")
             assert fleet.handover()["leases"] == {"queued": 1}, "no page was granted"
-            assert first.result(20) == [End(b"")]
+            assert first.result(60) == [End(b"")]
             fleet.one.client.post("/continue_generation", json={})
             found += decoding
     assert stream(payload(found)) == stream(payload(told))
@@ -121,5 +121,5 @@ def test_a_client_s_own_pair_hands_each_choice_over(fleet: Fleet) -> None:
     first = fleet.threads.submit(fleet.prefill.client.post, path, json=body | where)
     found = fleet.one.client.post(path, json=body | where).json()
     assert [each["output_ids"] for each in found] == [each["output_ids"] for each in expected]
-    assert first.result(20).status_code == 200
+    assert first.result(60).status_code == 200
     assert fleet.handover()["num_adopted"] == before + 3 and fleet.handover()["recomputed"] == {}

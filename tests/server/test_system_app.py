@@ -77,7 +77,7 @@ class Port:
             return SystemServer(self.engine, port)
 
         self._server = self._thread.call(start())
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def close(self) -> None:
         self.http.close()
@@ -213,7 +213,7 @@ def test_a_plain_server_has_the_same_life(tiny_model: Path) -> None:
         assert server.listens(), "a plain server answers 503 while it loads"
         assert 'state="init"} 1.0' in server.system.get("/metrics").text
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
     with ShadowProcess(tiny_model, Path("/unused"), "a", {"FAKE_STEP_S": "0.02"}, **options) as server:
         server.until("active")
         assert all_of(server) == (200, 200, 200, 200)
@@ -255,7 +255,7 @@ def test_a_failover_directory_that_cannot_be_used_ends_the_server(tiny_model: Pa
     with ShadowProcess(
         tiny_model, Path("/unused"), "a", shadow_mode=True, failover_dir="/proc/none"
     ) as server:
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert server.process.stdout is not None
         assert "failover_dir='/proc/none'" in server.process.stdout.read()
 

@@ -28,6 +28,6 @@ def assert_nothing_left(engine: Engine) -> None:
             if answer.problems or not answer.state["req_to_token_pool_used"]:
                 return answer
 
-    answer = thread.call(asyncio.wait_for(settle(), 5))
+    answer = thread.call(asyncio.wait_for(settle(), 60))
     assert answer.problems == []
     assert answer.state["running_batch_size"] == answer.state["waiting_queue_size"] == 0

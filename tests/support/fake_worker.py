@@ -1,8 +1,8 @@
 """A worker process without a model: the real scheduler and loop, with a runner that repeats the prompt.
 
 It is the worker command of an engine. Environment variables make it slow or make it fail: ``FAKE_STEP_S`` is
-the seconds per step (ten times as many while the file ``FAKE_SLOW_WHILE`` exists), ``FAKE_START`` is
-``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
+the seconds per step. While the file ``FAKE_SLOW_WHILE`` exists, a step takes ten times as long, or until the
+file is removed. ``FAKE_START`` is ``fail``, ``exit`` or ``hang``, ``FAKE_EXIT_AT_STEP`` is a step.
 ``FAKE_STALL_AT_STEP`` is one that never ends.
 ``FAKE_WAKE`` is what rank ``FAKE_WAKE_RANK`` (0) does when it is to wake: ``sleep`` for ever, ``gil``: the
 same while it holds the GIL, ``stop`` itself, or ``fail``. ``FAKE_TOKEN`` is added to every output token.
@@ -96,8 +96,7 @@ class EchoRunner(FakeRank):
         """It echoes, whatever a grammar says."""
 
     def forward_batch(self, plan: StepPlan) -> Done:
-        is_slow = self._slow_while is not None and os.path.exists(self._slow_while)
-        time.sleep(self._step_s * (10 if is_slow else 1))
+        self._sleep()
         if plan.step == self._stall_at:
             threading.Event().wait()
         if plan.step == self._exit_at:
@@ -120,6 +119,12 @@ class EchoRunner(FakeRank):
                 tokens.append(token)
                 logprobs.append(self._logprob(token, num_logprobs) if num_logprobs >= 0 else None)
         return Done(StepResult(plan.step, tokens, max(self._step_s, 1e-4), logprobs, prompt_logprobs))
+
+    def _sleep(self) -> None:
+        time.sleep(self._step_s)
+        until = time.monotonic() + 9 * self._step_s
+        while self._slow_while is not None and os.path.exists(self._slow_while) and time.monotonic() < until:
+            time.sleep(min(self._step_s, 0.005))
 
     def _logprob(self, token: int, num_logprobs: int) -> TokenLogprob:
         top = [(token, LOGPROB), ((token + 1) % self._vocab_size, RUNNER_UP_LOGPROB)]

@@ -63,7 +63,7 @@ class Worker:
         return self.links.address
 
     def wait(
-        self, kind: type[Event], condition: Callable[[Event], bool] = lambda _: True, timeout: float = 10.0
+        self, kind: type[Event], condition: Callable[[Event], bool] = lambda _: True, timeout: float = 60.0
     ) -> Event:
         """The first event of this kind that meets the condition; waits until there is one."""
         deadline, seen = time.monotonic() + timeout, 0
@@ -76,7 +76,7 @@ class Worker:
             time.sleep(0.001)
         raise AssertionError(f"no such {kind.__name__} within {timeout} s among {self.events[-20:]}")
 
-    def closed(self, peer: int, timeout: float = 10.0) -> LinkClosed:
+    def closed(self, peer: int, timeout: float = 60.0) -> LinkClosed:
         """Waits for the end of a connection."""
         return self.wait(LinkClosed, lambda event: event.peer == peer, timeout)
 
@@ -105,7 +105,7 @@ class BarePeer:
     def __init__(self, address: str) -> None:
         family, name = resolve(address)[0]
         self.sock = socket.socket(family)
-        self.sock.settimeout(10)
+        self.sock.settimeout(60)
         self.sock.connect(name)
         self._reader = frames.FrameReader()
         self._bodies: list[bytes] = []

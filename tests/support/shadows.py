@@ -21,7 +21,7 @@ import pytest
 from tests.server.fake_server import __file__ as PROGRAM
 from tests.support.child import start_child
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = WAIT_S) -> None:

@@ -36,7 +36,7 @@ def start() -> FakeEngine:
 
 def end(engine: FakeEngine) -> None:
     engine.process.kill()
-    engine.process.wait(10)
+    engine.process.wait(60)
     assert engine.process.stdout is not None
     engine.process.stdout.close()
 

@@ -129,7 +129,7 @@ class Engine:
         self.state, self.session_id, self.error = "idle", None, error
 
     def complete_weights_update(self, body: Any) -> dict[str, Any]:
-        self.receiver.join(20)
+        self.receiver.join(60)
         if self.session_id != body["session_id"]:
             return {"success": False, "message": self.error or "no such session"}
         self.state = "received"

@@ -21,12 +21,12 @@ CUT_SHORT = b'HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\n{"success":
 def cutting() -> Iterator[Endpoint]:
     """An engine that answers one request, and closes the connection in the middle of the body."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
 
         def answer() -> None:
             connection = listener.accept()[0]
             with connection:
-                connection.settimeout(10)
+                connection.settimeout(60)
                 received = b""
                 while not received.endswith(b"\r\n\r\n{}"):
                     received += connection.recv(4096)
@@ -35,7 +35,7 @@ def cutting() -> Iterator[Endpoint]:
         thread = threading.Thread(target=answer)
         thread.start()
         yield Endpoint(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        thread.join(10)
+        thread.join(60)
 
 
 def test_an_answer_that_is_cut_short_is_a_failure(cutting: Endpoint) -> None:
@@ -83,12 +83,12 @@ def engine_that_sends(head: bytes, piece: bytes = b"") -> Iterator[Endpoint]:
     """
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
 
         def answer() -> None:
             connection = listener.accept()[0]
             with connection, suppress(OSError):
-                connection.settimeout(10)
+                connection.settimeout(60)
                 connection.recv(4096)
                 connection.sendall(head)
                 while piece and not over.wait(0.02 if len(piece) == 1 else 0):
@@ -100,4 +100,4 @@ def engine_that_sends(head: bytes, piece: bytes = b"") -> Iterator[Endpoint]:
             yield Endpoint(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
         finally:
             over.set()
-            thread.join(10)
+            thread.join(60)

@@ -124,7 +124,7 @@ def test_one_failure_leaves_all_engines_as_they_were(
         with pytest.raises(WeightSendError) as failed:
             sending.timeout_s = 2.0
             sending.send()
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 20
         text = failed.value.message
         if fault == "receive":
             assert (
@@ -173,8 +173,8 @@ def test_closing_ends_a_send_that_is_stuck(
     wait_until(lambda: asked in engines[1].seen()["log"])
     began = time.monotonic()
     sending.close()
-    thread.join(10)
-    assert ended and time.monotonic() - began < 5
+    thread.join(60)
+    assert ended and time.monotonic() - began < 30
     engines[1].fault()
     with sending:
         sending.send()
@@ -316,7 +316,7 @@ def test_broadcasts_are_slowed_down_while_an_engine_generates(
         engines[1].fault(receive="hang")
         wait_until(lambda: broadcasts[2].gb_per_s == math.inf, what="their end noticed")
         sending.close()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 
@@ -340,7 +340,7 @@ def test_one_generating_engine_slows_the_broadcast_down_until_all_engines_are_id
         thread = send_until_closed(sending)
         wait_until(lambda: len(seen) >= 5, what="five polls")
         sending.close()
-        thread.join(20)
+        thread.join(60)
     assert seen[:5] == [math.inf, 25.0, 25.0, 25.0, math.inf]
 
 

@@ -75,7 +75,7 @@ def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[C
     finally:
         client.http.close()
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         trainer.close()
         listener.close()
 
@@ -130,7 +130,7 @@ def test_a_sync_reports_its_progress(
     assert status["syncing"] and status["progress"]["num_bytes"] == status["progress"]["total_bytes"] > 0
     assert client.get("/health")["status"] == "ok"
     engines[0].fault()
-    syncing.join(10)
+    syncing.join(60)
 
 
 def test_closing_ends_a_running_sync(
@@ -145,8 +145,8 @@ def test_closing_ends_a_running_sync(
     began = time.monotonic()
     client.trainer.close()
     for sync in syncs:
-        sync.join(10)
-    assert time.monotonic() - began < 5
+        sync.join(60)
+    assert time.monotonic() - began < 30
     assert engines[0].seen()["log"].count("prepare_weights_update") == 1
 
 
@@ -167,7 +167,7 @@ def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        interrupting.join(10)
+        interrupting.join(60)
         listener.close()
 
 
@@ -242,7 +242,7 @@ def test_endpoints_may_change_while_they_are_listed(monkeypatch: pytest.MonkeyPa
             assert len(trainer.endpoints()) >= 199
     finally:
         ended.set()
-        changing.join(10)
+        changing.join(60)
         sys.setswitchinterval(interval)
 
 

@@ -20,9 +20,10 @@ from segue.messages.weight_operations import Group
 from segue.weight_update.transport.group import JoinedGroup
 from segue.weight_update.transport.joining import Groups
 from tests.support.child import start_child
+from tests.support.ports import free_port
 
 TRAINER = Path(__file__).with_name("trainer.py")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def join(groups: Groups, group: Group, tp_rank: int, timeout_s: float) -> None:
@@ -131,13 +132,10 @@ def new_group() -> Callable[..., Group]:
     """A group of one trainer and one rank, at a free port."""
 
     def new(name: str = "weights", **others: Any) -> Group:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         fields = {
             "name": name,
             "master_address": "127.0.0.1",
-            "master_port": port,
+            "master_port": free_port(),
             "rank_offset": 1,
             "world_size": 2,
             "backend": "gloo",

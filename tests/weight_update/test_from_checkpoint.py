@@ -105,12 +105,12 @@ def test_reading_ends_when_the_session_is_discarded(
     def slowly(*arguments: object, **options: object) -> Iterator[int]:
         for num_bytes in read(*arguments, **options):  # type: ignore[arg-type]
             reached.set()
-            assert go.wait(20)
+            assert go.wait(60)
             yield num_bytes
 
     monkeypatch.setattr(from_checkpoint, "read_weights", slowly)
     load = rank.send(Load, session=1, model_path=str(new), load_format=None)
-    assert reached.wait(20)
+    assert reached.wait(60)
     discard = rank.send(Discard, session=1)
     go.set()
     assert rank.reply(load).errors == ["the update was discarded while its files were read"]
@@ -224,14 +224,14 @@ def test_an_update_waits_for_the_previous_ones_memory_for_a_limited_time(
 
     def hang(*arguments: object) -> list[str]:
         reached.set()
-        assert go.wait(20)
+        assert go.wait(60)
         return ["it was hanging"]
 
     load = from_checkpoint.load
     monkeypatch.setattr(from_checkpoint, "load", hang)
     monkeypatch.setattr(rank_session, "_FREED_S", 0.5)
     hanging = rank.send(Load, session=1, model_path=str(new), load_format=None)
-    assert reached.wait(20)
+    assert reached.wait(60)
     discard = rank.send(Discard, session=1)
     monkeypatch.setattr(from_checkpoint, "load", load)
     (error,) = rank.ask(Load, session=2, model_path=str(new), load_format=None).errors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,9 @@ from segue.models.decoder import Decoder, build_model
 from segue.weight_update.rank import WeightUpdater
 from segue.weight_update.served import ServedWeights
 from tests.checkpoint import tiny
+from tests.support.ports import free_port
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 State = dict[str, Tensor]
 
 
@@ -130,13 +130,10 @@ class Trainer:
     """Rank 0 of a group that `ranks` join."""
 
     def __init__(self, ranks: Sequence[Rank], name: str = "g") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         self.group = Group(
             name=name,
             master_address="127.0.0.1",
-            master_port=port,
+            master_port=free_port(),
             rank_offset=1 - ranks[0].served.tp.rank,
             world_size=1 + len(ranks),
             backend="gloo",

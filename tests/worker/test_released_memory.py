@@ -24,7 +24,7 @@ class SlowMemory:
         self.moves: list[str] = []
 
     def unmap(self, tag: str, *, backup: bool) -> int:
-        assert self.may_end.wait(10), "the loop was held up"
+        assert self.may_end.wait(60), "the loop was held up"
         self.moves.append(f"unmap {tag}")
         return 5
 

@@ -54,7 +54,7 @@ def watch(tmp_path: Path) -> Iterator[WriterWatch]:
 
 def visit(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(20)
+    connection.settimeout(60)
     connection.connect(path)
     return connection
 
@@ -205,7 +205,7 @@ def test_another_user_gets_nothing(mode: int, expected: str) -> None:
         (folder / "rank").chmod(mode)
         greeting = msgpack.encode(Greeting(TOKEN, "stranger", time.monotonic())).hex()
         program = [sys.executable, "-c", STRANGER, str(folder / "rank"), greeting]
-        said = subprocess.run(program, check=True, capture_output=True, text=True, timeout=20).stdout
+        said = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60).stdout
         assert said.startswith(expected) and not said.endswith(" 1\n")
         assert watch.writers() == []
     finally:

@@ -66,7 +66,7 @@ class Store:
 
     def is_announced(self, bucket: int) -> bool:
         self.asked.set()
-        assert self.answers.wait(20)
+        assert self.answers.wait(60)
         return bucket < self.announced
 
     def _broadcast(self, *_: object) -> None:
@@ -178,7 +178,7 @@ def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) 
     broadcasts = plan(manifest("g", BUCKETS, flattened=flattened), sink, torch.device("cuda"))
     thread, raised = in_thread(NcclReceive(joined, broadcasts, sink), session)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
-    thread.join(20)
+    thread.join(60)
     assert not raised
     assert_received(sink.tensors, BUCKETS)
     assert session.calls == ["ready"] + [
@@ -210,7 +210,7 @@ def test_beside_requests_each_slice_ends_before_the_next_one_begins(
     broadcasts = plan(manifest("g", BUCKETS, flattened=True), sink, torch.device("cuda"))
     thread, raised = in_thread(NcclReceive(joined, broadcasts, sink, pace=pace), Observer())
     trainer.send(joined.group, BUCKETS, flattened=True)
-    thread.join(20)
+    thread.join(60)
     assert not raised
     assert_received(sink.tensors, BUCKETS)
     assert pace.told == ["posted", "drained"] * len(broadcasts)
@@ -235,7 +235,7 @@ def test_tensors_arrive_as_their_buckets_are_announced(
             store.set(ANNOUNCED_KEY, str(announced))
             expected += [tensor for tensor, *_ in bucket]
             wait_until(partial(has_just, sink, expected), what=f"{expected} and nothing else")
-        thread.join(20)
+        thread.join(60)
         assert not raised and "error" not in trainer.answer()
         assert_received(sink.tensors, BUCKETS)
         joined.num_buckets += len(BUCKETS)
@@ -251,10 +251,10 @@ def test_no_receive_is_queued_before_its_bucket_is_announced() -> None:
     thread, raised = in_thread(receiving, session)
     for _ in range(3):
         group.asked.clear()
-        assert group.asked.wait(20)
+        assert group.asked.wait(60)
     assert session.calls == ["ready"] and not raised
     group.announced = 1
-    thread.join(20)
+    thread.join(60)
     assert [type(error) for error in raised] == [AssertionError]
 
 
@@ -264,11 +264,11 @@ def test_received_buckets_are_counted_while_the_next_one_is_not_announced(wait_u
     is_received = threading.Event()
     receiving._in_flight.append((receiving._broadcasts[0], SimpleNamespace(query=is_received.is_set)))
     thread, raised = in_thread(receiving, session)
-    assert group.asked.wait(20)
+    assert group.asked.wait(60)
     is_received.set()
     wait_until(lambda: "stored 0" in session.calls, what="the bucket counted")
     session.is_over = True
-    thread.join(20)
+    thread.join(60)
     assert [type(error) for error in raised] == [Over]
 
 
@@ -278,13 +278,13 @@ def test_a_receive_that_waits_for_its_trainer_is_released_and_does_nothing_later
     receiving: Any = receive_from(group)
     group.answers.clear()
     thread, raised = in_thread(receiving, session)
-    assert group.asked.wait(20)
+    assert group.asked.wait(60)
     session.is_over = True
     assert receiving.try_release()
     assert receiving._targets == [] and all(each.direct is None for each in receiving._broadcasts)
     group.announced = answer
     group.answers.set()
-    thread.join(20)
+    thread.join(60)
     assert [type(error) for error in raised] == [Over]
 
 
@@ -340,7 +340,7 @@ def test_flattened_buckets_are_received_into_registered_buffers_that_the_group_k
         }
         thread, raised = in_thread(receiving, session)
         trainer.send(joined.group, BUCKETS, flattened=True)
-        thread.join(20)
+        thread.join(60)
         assert not raised and "error" not in trainer.answer()
         assert_received(sink.tensors, BUCKETS)
         assert buffers.is_registered

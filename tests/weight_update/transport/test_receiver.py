@@ -70,7 +70,7 @@ class Observer:
     def end(self, seconds: float = 30.0) -> str | None:
         """Wait until the session has ended and its memory is free; returns its error."""
         assert self._ended.wait(seconds), "the session did not end"
-        assert self.receiver.idle.wait(10), "the receiver's thread did not end"
+        assert self.receiver.idle.wait(60), "the receiver's thread did not end"
         assert len(self.done) == 1
         return self.done[0]
 
@@ -106,7 +106,7 @@ def joined(trainer: Any, groups: Groups, new_group: NewGroup) -> JoinedGroup:
 @pytest.mark.parametrize("flattened", [False, True])
 def test_all_tensors_arrive(trainer: Any, joined: JoinedGroup, flattened: bool) -> None:
     session = Observer(joined, BUCKETS, flattened=flattened)
-    assert session.ready.wait(10)
+    assert session.ready.wait(60)
     trainer.send(joined.group, BUCKETS, flattened=flattened)
     assert session.end() is None
     assert_received(session.sink.tensors, BUCKETS)
@@ -166,9 +166,9 @@ def test_a_session_with_a_posted_receive_can_be_cancelled(
 ) -> None:
     threads = num_threads()
     session = Observer(joined, BUCKETS)
-    assert session.ready.wait(10)
+    assert session.ready.wait(60)
     session.receiver.end("no longer wanted")  # nobody sends: what is not cancelled would wait for ever
-    assert session.end(10) == "no longer wanted"
+    assert session.end(60) == "no longer wanted"
     assert not joined.alive
     wait_until(lambda: num_threads() <= threads, what="the receive's threads ended")
     trainer.send(joined.group, BUCKETS, flattened=False)
@@ -191,7 +191,7 @@ def test_a_session_is_cancelled_in_the_middle_of_its_broadcasts(
     trainer.send(joined.group, BUCKETS[:1], flattened=True)
     wait_until(lambda: bool(session.progress) and session.progress[-1][0] == 1, what="one bucket")
     session.receiver.end("its deadline is over")
-    assert session.end(3) == "its deadline is over"
+    assert session.end(60) == "its deadline is over"
     assert not joined.alive
 
 
@@ -213,16 +213,15 @@ def test_a_trainer_killed_in_a_broadcast_ends_the_session_and_another_one_is_joi
             killed.append(time.monotonic())
             super().store(name, tensor)
 
-    session = Observer(joined, large, Kills(), flattened=flattened, gloo_timeout_s=3.0)
-    error = session.end(5)
+    session = Observer(joined, large, Kills(), flattened=flattened, gloo_timeout_s=6.0)
+    error = session.end(60)
     assert error is not None
     assert error.startswith("the connection to the trainer was lost")
-    assert time.monotonic() - killed[0] < 1.5
+    assert time.monotonic() - killed[0] < 4.5, "it is noticed before the broadcast takes too long"
     assert not joined.alive
     assert list(session.sink.tensors) == ["first"]
     wait_until(
         lambda: not any(thread.name.startswith("receive-weights") for thread in threading.enumerate()),
-        15,
         what="no thread of the receive left",
     )
 
@@ -240,7 +239,7 @@ def test_a_trainer_killed_before_its_first_broadcast_ends_the_session(
     trainer = new_trainer()
     joined = trainer.meet(groups, new_group())
     session = Observer(joined, BUCKETS)
-    assert session.ready.wait(10)
+    assert session.ready.wait(60)
     trainer.kill()
     error = session.end(1)
     assert error is not None
@@ -267,7 +266,7 @@ def three_ranks(trainer: Any, new_group: NewGroup) -> Iterator[list[JoinedGroup]
     trainer.host(group)
     joining = [in_thread(partial(join, rank, group, number, 30)) for number, rank in enumerate(ranks)]
     for thread in joining:
-        thread.join(30)
+        thread.join(60)
     assert trainer.answer() == {}
     joined = [rank.get(group.name) for rank in ranks]
     yield [group for group in joined if group is not None]
@@ -300,10 +299,10 @@ def test_an_inner_rank_of_gloos_tree_forwards_exactly_the_manifests_bytes(
 
 def test_all_ranks_notice_a_killed_trainer(trainer: Any, three_ranks: list[JoinedGroup]) -> None:
     sessions = [Observer(group, BUCKETS) for group in three_ranks]
-    assert all(session.ready.wait(10) for session in sessions)
+    assert all(session.ready.wait(60) for session in sessions)
     trainer.kill()
     for session in sessions:
-        error = session.end(3)
+        error = session.end(60)
         assert error is not None
         assert error.startswith("the connection to the trainer was lost")
 
@@ -337,7 +336,7 @@ groups.wait(groups.start(group, 0, 30), 30)
 buckets = [Bucket(names=["w"], dtypes=["uint8"], shapes=[[9]])]
 Receiver(groups.get("weights"), Manifest(group_name="weights", buckets=buckets), None,
          on_ready=ready.set, on_progress=lambda *_: None, on_done=lambda _: None)
-ready.wait(10)
+ready.wait(60)
 groups.close()
 """
     group = new_group()
@@ -362,7 +361,7 @@ def share_of_a_core() -> float:
 def test_a_posted_receive_uses_no_processor_time(joined: JoinedGroup) -> None:
     before = min(share_of_a_core() for _ in range(2))  # servers of other tests may run in this process
     session = Observer(joined, BUCKETS)
-    assert session.ready.wait(10)
+    assert session.ready.wait(60)
     deadline = time.monotonic() + 15.0
     share = 1.0
     while share >= 0.02 and time.monotonic() < deadline:
@@ -379,7 +378,7 @@ def many_rounds(
     for number in range(rounds):
         flattened = number % 2 == 0
         session = Observer(joined, buckets, flattened=flattened)
-        assert session.ready.wait(10)
+        assert session.ready.wait(60)
         trainer.send(joined.group, buckets, flattened=flattened, after=delays[number % len(delays)])
         assert session.end() is None
         assert "error" not in trainer.answer()
