@@ -302,6 +302,8 @@ def _input(data: bytes) -> Any:
     """Decode ``input``: a string, or items, which are bounded as messages are."""
     if data.startswith(b'"'):
         return msgspec.json.decode(data)
+    if not data.startswith(b"["):
+        raise MisfitError
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("input", count, MAX_STRINGS, "strings, the names of fields included")
     return Decoded(_structs("input", _response_items, MAX_MESSAGES, data, response_fields.RULES))

@@ -30,7 +30,6 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "messages": "input",
 }
 _NAME = re.compile(rf"\b({'|'.join(map(re.escape, _NAMES))})\b")
 _TOOL = re.compile(r"tools\[(\d+)\]\.function\.")
@@ -125,9 +124,10 @@ def _own_names(conversation: Conversation) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        if error.param is not None and (param := rename(error.param)) != error.param:
-            error.message, error.param = rename(error.message), param
-            error.args = (error.message,)
+        message, param = rename(error.message), rename(error.param or "")
+        if param == "messages":
+            message, param = re.sub(r"^messages\b", "input", message), "input"
+        error.message, error.param, error.args = message, param or None, (message,)
         raise
 
 
