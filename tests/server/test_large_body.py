@@ -437,13 +437,13 @@ def test_a_large_input_is_decoded_item_by_item_and_errors_name_its_item() -> Non
     assert len(found.input) == count and found.input[-1] == found.input[0]
     assert len(parsed(b'"input": "%b"' % text).input) == len(found.instructions) == LARGE
     wrong = many(item, count)[:-1] + b',{"role":"user","content":[{"type":5}]}]'
-    for given, words in (
+    for value, words in (
         (wrong, rf"input\[{count}\]\.content\[0\]"),
         (many('""', large_body.MAX_STRINGS + 1), "input has .* at most"),
         (b'{"a":"%b"}' % text, "input: expected a string or a list of items"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
-            parsed(b'"input": %b' % given)
+            parsed(b'"input": %b' % value)
     tools = many('{"type":"function","name":"f","description":"%s"}' % ("a" * 90), MAX_TOOLS)
     assert len(parsed(b'"input": "a", "tools": %b' % tools).tools) == MAX_TOOLS
     schema = b'{"format": {"type": "json_schema", "schema": {"description": "%b"}}}' % text

@@ -20,6 +20,14 @@ from tests.support.tool_model import HERMES
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": True}
 CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+USER = {"role": "user", "content": "Hi"}
+SAME = {
+    **{"temperature": 0.5, "top_p": 0.5, "top_k": 3, "seed": 1, "stop": ["a"], "min_tokens": 2},
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_p": 0.1},
+    **{"priority": 2, "cache_salt": "s", "bootstrap_host": "h", "bootstrap_room": 3},
+    **{"parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": True}},
+}
+BAD_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}
 SCHEMA = {"type": "object", "additionalProperties": False}
 
 
@@ -44,12 +52,9 @@ def responded(model: ServedModel, **body: Any) -> WantedResponse:
     [
         ({}, {}),
         ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
-        ({"instructions": "x"}, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]}),
-        (
-            {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "seed": 1, "stop": ["a"], "priority": 2, "cache_salt": "s"},
-            {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "seed": 1, "stop": ["a"], "priority": 2, "cache_salt": "s"},
-        ),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, {"tools": [CHAT_TOOL], "parallel_tool_calls": False}),
+        ({"instructions": "x"}, {"messages": [{"role": "system", "content": "x"}, USER]}),
+        (SAME, SAME),
+        ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]}),
         ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [CHAT_TOOL], "tool_choice": "required"}),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
@@ -61,15 +66,13 @@ def responded(model: ServedModel, **body: Any) -> WantedResponse:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
         ),
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, {"chat_template_kwargs": {"enable_thinking": True}}),
-        ({"bootstrap_host": "h", "bootstrap_room": 3}, {"bootstrap_host": "h", "bootstrap_room": 3}),
     ],
-)  # fmt: skip
+)
 def test_it_generates_as_the_chat_does(
     model: ServedModel, body: dict[str, Any], chat: dict[str, Any]
 ) -> None:
     wanted = responded(model, **body)
-    asked = parse_chat({"messages": [{"role": "user", "content": "Hi"}]} | chat)
+    asked = parse_chat({"messages": [USER]} | chat)
     other = asyncio.run(chat_call(asked, model))
     (ours,), (theirs,) = wanted.requests, other.requests
 
@@ -105,7 +108,7 @@ def test_the_reply_repeats_the_body_with_the_values_in_use(model: ServedModel) -
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input[0].arguments"),
+        ({"input": [BAD_CALL]}, "input[0].arguments"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
@@ -129,7 +132,7 @@ def test_the_reply_repeats_the_body_with_the_values_in_use(model: ServedModel) -
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_fields_of_the_body(model: ServedModel, body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         responded(model, **body)
