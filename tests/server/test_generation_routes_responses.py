@@ -107,7 +107,7 @@ def test_the_end_of_a_stream_has_what_a_whole_reply_has(tool_server: LiveServer)
 
 
 def test_a_stream_goes_on_behind_any_token_to_the_byte(tool_server: LiveServer) -> None:
-    """Another engine counts the same events, and makes the same ids. A call that is cut off is part of that."""
+    """Another engine counts the same events, and makes the same ids, also of a call that is cut off."""
     for most, step in ((300, 40), (110, 30)):
         asked = body(stream=True, max_output_tokens=most)
         told = frames(tool_server, leg_of(PATH, asked))

@@ -130,22 +130,26 @@ class _Builder:
 
 
 def _texts(content: str | Sequence[InputPart], where: str) -> str | list[TextPart]:
-    """Return a content as the parts of a chat's message."""
+    """Return a content as the parts of a chat's message. There may be tens of thousands of parts."""
     if isinstance(content, str):
         return content
-    return [TextPart(type="text", text=_text(part, f"{where}[{i}]")) for i, part in enumerate(content)]
+    found = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in _TEXTS or text is None:
+            raise _wrong_part(part, f"{where}[{index}]")
+        found.append(TextPart("text", text))
+    return found
 
 
-def _text(part: InputPart, where: str) -> str:
+def _wrong_part(part: InputPart, where: str) -> InvalidRequestError:
+    """Return the error for a part that is not a text."""
     if part.type not in _TEXTS:
         name = f"{where}.type"
         text = f"{name}={short_repr(part.type)} is not supported; this model reads text only (input_text)"
-        raise UnsupportedFieldError(text, param=name)
-    name = "refusal" if part.type == "refusal" else "text"
-    found: str | None = getattr(part, name)
-    if found is None:
-        raise InvalidRequestError(f"{where}.{name}: this field is required", param=f"{where}.{name}")
-    return found
+        return UnsupportedFieldError(text, param=name)
+    name = f"{where}.refusal" if part.type == "refusal" else f"{where}.text"
+    return InvalidRequestError(f"{name}: this field is required", param=name)
 
 
 def _reasoning(item: InputItem, where: str) -> str | None:
