@@ -118,7 +118,9 @@ def _own_names(conversation: Conversation) -> Iterator[None]:
     """Gives errors of the chat the names that their fields have in the response's body."""
 
     def rename(text: str) -> str:
-        text = _CALL.sub(lambda found: conversation.calls[int(found[1]), int(found[2])], text)
+        text = _CALL.sub(
+            lambda found: f"input[{conversation.calls[int(found[1])][int(found[2])]}].arguments", text
+        )
         return _NAME.sub(lambda found: _NAMES[found[1]], _TOOL.sub(r"tools[\1].", text))
 
     try:

@@ -25,10 +25,10 @@ _REASONING = ("reasoning_text", "summary_text")
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages, and where in the body each of them and each of their calls came from, for errors."""
+    """The messages, and which items their calls are, for errors."""
 
     messages: list[ChatMessage] = field(default_factory=list)
-    calls: dict[tuple[int, int], str] = field(default_factory=dict)  # by message, and by call in it
+    calls: dict[int, list[int]] = field(default_factory=dict)  # the items of a message's calls, by its index
 
 
 async def conversation_of(body: ResponsesRequest) -> Conversation:
@@ -50,7 +50,7 @@ async def conversation_of(body: ResponsesRequest) -> Conversation:
     else:
         for index, item in enumerate(body.input):
             await turn(index)
-            builder.take(item, f"input[{index}]")
+            builder.take(item, index)
     builder.end_turn()
     return builder.found
 
@@ -81,8 +81,9 @@ class _Builder:
         self.end_turn()
         self.found.messages.append(ChatMessage(role=role, content=content, tool_call_id=call_id))
 
-    def take(self, item: InputItem, where: str) -> None:
-        """Add an item, which is at the place ``where`` of the body."""
+    def take(self, item: InputItem, index: int) -> None:
+        """Add item number ``index`` of the input."""
+        where = f"input[{index}]"
         kind = check_type(item.type, where)
         for name in _NEEDED[kind]:
             if getattr(item, name) is None:
@@ -99,7 +100,7 @@ class _Builder:
             case "function_call":
                 assert item.name is not None and item.arguments is not None
                 self._begin(fits=True)
-                self.found.calls[len(self.found.messages), len(self._calls)] = f"{where}.arguments"
+                self.found.calls.setdefault(len(self.found.messages), []).append(index)
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 self._calls.append(ToolCall(function=function, id=item.call_id))
             case "function_call_output":
