@@ -15,7 +15,7 @@ from segue.api.asks_nothing import Place, without_nothing
 from segue.api.guided import JSONSchemaFormat, ResponseFormat
 from segue.api.openai.chat_fields import ChosenFunction, NamedTool, Tool, ToolChoice, ToolFunction
 from segue.api.openai.requests import ChatCompletionRequest, StreamOptions, Wanted, chat_call
-from segue.api.openai.responses.conversation import Conversation, check_type, conversation_of
+from segue.api.openai.responses.conversation import InputConversation, check_type, conversation_of
 from segue.api.openai.responses.fields import RULES, ChosenTool, ResponsesRequest, TextFormat
 from segue.api.validation import parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
@@ -114,7 +114,7 @@ async def responses_call(
 
 
 @contextmanager
-def _own_names(conversation: Conversation) -> Iterator[None]:
+def _own_names(conversation: InputConversation) -> Iterator[None]:
     """Gives errors of the chat the names that their fields have in the response's body."""
 
     def rename(text: str) -> str:

@@ -24,14 +24,14 @@ _REASONING = ("reasoning_text", "summary_text")
 
 
 @dataclass(slots=True)
-class Conversation:
+class InputConversation:
     """The messages, and which items their calls are, for errors."""
 
     messages: list[ChatMessage] = field(default_factory=list)
     calls: dict[int, list[int]] = field(default_factory=dict)  # the items of a message's calls, by its index
 
 
-async def conversation_of(body: ResponsesRequest) -> Conversation:
+async def conversation_of(body: ResponsesRequest) -> InputConversation:
     """Return the conversation of a body. Yields to the event loop now and then, as there may be many items.
 
     What the model wrote in one turn becomes one message: its reasoning, its text and its calls.
@@ -70,7 +70,7 @@ def check_type(given: str | None, where: str) -> str:
 class _Builder:
     """Makes messages of items. The assistant's message stays open until an item does not belong to it."""
 
-    found: Conversation = field(default_factory=Conversation)
+    found: InputConversation = field(default_factory=InputConversation)
     _is_open: bool = False
     _reasoning: str | None = None
     _content: str | list[TextPart] | None = None
