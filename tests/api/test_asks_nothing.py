@@ -13,9 +13,11 @@ import pytest
 from segue.api.asks_nothing import ANYTHING, FIELDS, Place, unsupported, without_nothing
 from segue.api.native import parse_call
 from segue.api.openai.requests import chat_call, completion_call, parse_chat, parse_completion
+from segue.api.openai.responses.call import parse_responses, responses_call
 from segue.errors import UnsupportedFieldError
 from segue.frontend.request import GenerateRequest
 from segue.frontend.sampling_options import RequestLimits
+from segue.frontend.thread_pool import ThreadPool
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.requests import SamplingParams
 
@@ -25,6 +27,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 MINIMAL: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "Hi"}]},
     "completions": {"prompt": "Hi"},
+    "responses": {"input": "Hi"},
     "generate": {"text": "Hi"},
 }
 
@@ -34,7 +37,9 @@ async def render(messages: list[dict[str, Any]]) -> str:
 
 
 MODEL = ServedModel(
-    names=["tiny-model"], max_prompts=10, encoder=cast(PromptEncoder, SimpleNamespace(render=render))
+    names=["tiny-model"],
+    max_prompts=10,
+    encoder=cast(PromptEncoder, SimpleNamespace(render=render, thread_pool=ThreadPool())),
 )
 
 
@@ -45,6 +50,8 @@ def request_of(route: str, body: dict[str, Any]) -> GenerateRequest:
             requests = asyncio.run(chat_call(parse_chat(body), MODEL)).requests
         case "completions":
             requests = completion_call(parse_completion(body), MODEL).requests
+        case "responses":
+            requests = asyncio.run(responses_call(parse_responses(body), MODEL)).requests
         case _:
             requests = parse_call(body, 10).requests
     (request,) = requests
@@ -86,6 +93,14 @@ def test_null_asks_for_nothing_in_every_field_and_anything_else_is_named(place: 
         ("completions", "length_penalty", 2.0),
         ("completions", "return_routed_experts", True),
         ("completions", "data_parallel_rank", 3),
+        ("responses", "previous_response_id", "resp_1"),
+        ("responses", "conversation", "conv_1"),
+        ("responses", "prompt", {"id": "pmpt_1"}),
+        ("responses", "background", True),
+        ("responses", "include", ["reasoning.encrypted_content"]),
+        ("responses", "top_logprobs", 2),
+        ("responses", "truncation", "auto"),
+        ("responses", "max_tool_calls", 1),
         ("generate", "return_routed_experts", True),
         ("generate", "return_sampling_mask", True),
         ("generate", "return_prompt_token_ids", True),
@@ -106,6 +121,27 @@ def test_what_would_change_the_reply_is_refused_by_name(route: str, field: str, 
 def test_so_it_is_within_sampling_params(field: str) -> None:
     with pytest.raises(UnsupportedFieldError, match=field):
         request_of("generate", {"text": "a", "sampling_params": [{field: {"a": 1}}]})
+
+
+def test_what_a_response_is_by_default_may_be_written_out() -> None:
+    names = ["previous_response_id", "conversation", "prompt", "max_tool_calls", "reasoning", "metadata"]
+    given = {
+        "background": False,
+        "include": [],
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "auto",
+        "store": True,
+        "stream": False,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "user": "me",
+    }
+    body = MINIMAL["responses"] | dict.fromkeys(names) | given
+    assert asked(request_of("responses", body)) == asked(request_of("responses", MINIMAL["responses"]))
 
 
 def test_an_integer_may_stand_for_a_float() -> None:

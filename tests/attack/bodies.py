@@ -28,6 +28,7 @@ Builder = Callable[[ServerSizes], Body]
 BODIES: dict[str, Builder] = {}
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES = "/v1/responses"
 
 
 def worst(build: Builder) -> Builder:
@@ -62,6 +63,10 @@ def chat(sizes: ServerSizes, **raw: bytes) -> Body:
     if "messages" not in raw:
         fields["messages"] = [{"role": "user", "content": "a"}]
     return CHAT, with_fields(fields, **raw)
+
+
+def respond(sizes: ServerSizes, **raw: bytes) -> Body:
+    return RESPONSES, with_fields({"model": sizes.model, "max_output_tokens": 1}, **raw)
 
 
 def complete(sizes: ServerSizes, **raw: bytes) -> Body:
@@ -139,6 +144,17 @@ def chat_messages_that_are_empty_objects(sizes: ServerSizes) -> Body:
 @worst
 def chat_parts_of_one_message(sizes: ServerSizes) -> Body:
     return chat(sizes, messages=message(array(b'{"type":"text","text":""}')))
+
+
+@worst
+def response_parts_of_one_message(sizes: ServerSizes) -> Body:
+    return respond(sizes, input=message(array(b'{"type":"input_text","text":""}')))
+
+
+@worst
+def response_of_many_calls(sizes: ServerSizes) -> Body:
+    one = b'{"type":"function_call","call_id":"c","name":"f","arguments":"{}"}'
+    return respond(sizes, input=array(one, 25_000 * len(one)))
 
 
 @worst

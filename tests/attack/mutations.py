@@ -23,6 +23,12 @@ BODIES: dict[str, Any] = {
     "/generate": {"text": "Hello", "sampling_params": SAMPLING, "rid": None, "return_logprob": True},
     "/v1/chat/completions": CHAT | {"logprobs": True, "top_logprobs": 2},
     "/v1/completions": {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 3, "temperature": 0},
+    "/v1/responses": {
+        "input": CHAT["messages"],
+        "instructions": "Hi",
+        "max_output_tokens": 3,
+        "stream": True,
+    },
     "/pause_generation": {"mode": "retract", "ttl_s": 0.05},
     "/continue_generation": {},
     "/abort_request": {"rid": "nobody", "abort_all": False},

@@ -20,7 +20,8 @@ class ReplyRead:
     text: str = ""
     ids: list[int] = field(default_factory=list)  # only of /generate
     num_ends: int = 0  # finish reasons, or whole replies
-    num_done: int = 0  # [DONE], or whole replies
+    num_done: int = 0  # [DONE], last events of responses, or whole replies
+    num_events: int = 0  # only of responses
     error: str = ""  # an error event, an error reply, or what broke the connection
     came_at: list[float] = field(default_factory=list)  # when something new of the text came
     ended_at: float = 0.0
@@ -95,17 +96,36 @@ class ReadingClient:
         self._extend(reply)
 
     def _take(self, line: str) -> None:
-        if not line or line.startswith(":"):
+        if not line or line.startswith((":", "event: ")):
             return
         assert not self.got.num_done, f"behind the end came {line}"
         if line == "data: [DONE]":
             self.got.num_done += 1
             return
         event = json.loads(line.removeprefix("data: "))
+        if "sequence_number" in event:
+            self._take_numbered(event)
+            return
         if event.get("object") == "error" or "error" in event:
             self.got.error = line
             return
         self._extend(event)
+
+    def _take_numbered(self, event: dict[str, Any]) -> None:
+        """Take an event of a response, none of which may be missing or come twice."""
+        got = self.got
+        assert event["sequence_number"] == got.num_events, f"{event} behind {got}"
+        got.num_events += 1
+        match event["type"]:
+            case "response.output_text.delta":
+                got.text += event["delta"]
+                got.came_at.append(time.monotonic())
+            case "response.completed" | "response.incomplete":
+                got.num_ends, got.num_done = got.num_ends + 1, got.num_done + 1
+                (item,) = event["response"]["output"]
+                assert item["content"][0]["text"] == got.text
+            case "response.failed":
+                got.error = str(event)
 
     def _extend(self, event: dict[str, Any]) -> None:
         """Take an event of a stream, or a whole reply of /generate."""

@@ -166,6 +166,11 @@ def chat(words: int, outputs: int) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", body | params
 
 
+def respond(words: int, outputs: int) -> tuple[str, dict[str, Any]]:
+    params = {"temperature": 0, "max_output_tokens": outputs, "ignore_eos": True, "stream": True}
+    return "/v1/responses", {"input": "Hello world " * words, "model": "tiny-model"} | params
+
+
 # The other requests of a scenario.
 OTHERS = [
     generate(7, 30, 1),
@@ -173,7 +178,7 @@ OTHERS = [
     chat(3, 200),
     generate(90, 24, 3),
     generate(150, 90, 4),
-    chat(20, 150),
+    respond(20, 150),
 ]
 
 

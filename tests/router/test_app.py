@@ -203,6 +203,7 @@ def test_the_metrics_count_requests_by_worker_and_end() -> None:
         ("POST", "/generate", "user"),
         ("POST", "/v1/chat/completions", "user"),
         ("POST", "/v1/completions", "user"),
+        ("POST", "/v1/responses", "user"),
         ("GET", "/v1/models", "user"),
         ("GET", "/v1/models/m", "user"),
         ("GET", "/workers", "admin"),

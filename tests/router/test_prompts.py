@@ -18,6 +18,8 @@ from segue.router.prompts import FIRST_GUESS, SEVERAL, BytesPerToken, RequestFac
         (b'{"input_ids": null, "text": "%b"}' % (b"x" * 398), 100),
         (b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 1000), 258),
         (b'{"messages": [{"content": "%b"}], "tools": ["%b"]}' % (b"x" * 383, b"y" * 396), 200),
+        (b'{"input": "%b", "text": {"format": {"type": "text"}}}' % (b"x" * 398), 100),
+        (b'{"input": ["%b"], "tools": ["%b"], "instructions": "%b"}' % ((b"x" * 396,) * 3), 300),
         (b'{"messages": [], "tools": [1], "tokens": [1, 2, 3]}', 3),
         (b'{"token_ids": [1, 2, 3, 4, 5], "sampling_params": {}}', 5),
         (b'{"messages": [{"role": "user", "content": "x"}], "tokens": [1, 2]}', 2),
@@ -34,7 +36,9 @@ def test_a_route_learns_from_replies() -> None:
     size = RequestFacts(num_tokens=100, num_bytes=400)
     for _ in range(100):
         sizes.learn("/generate", size, b'{"meta_info": {"prompt_tokens": 200}}')
+        sizes.learn("/v1/responses", size, b'{"usage":{"input_tokens":50,"output_tokens":3}}')
     assert sizes.rate("/generate") == pytest.approx(2.0, rel=0.01)
+    assert sizes.rate("/v1/responses") == pytest.approx(8.0, rel=0.01)
     assert sizes.rate("/v1/completions") == FIRST_GUESS
 
 
@@ -71,6 +75,7 @@ def test_a_body_says_whether_it_asks_for_a_stream(body: bytes, is_stream: bool) 
     [
         (b'{"max_tokens": 1}', 1),
         (b'{"max_completion_tokens": 1}', 1),
+        (b'{"max_output_tokens": 1}', 1),
         (b'{"sampling_params": {"max_new_tokens": 1}}', 1),
         (b'{"sampling_params": {"max_new_tokens": 0}}', 1),
         (b'{"sampling_params": null, "max_completion_tokens": null, "max_tokens": 1}', 1),

@@ -122,7 +122,12 @@ def test_tokens_that_came_one_by_one_are_known_when_a_stream_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("path", "prefix"),
-    [("/generate", ""), ("/v1/chat/completions", "chatcmpl-"), ("/v1/completions", "cmpl-")],
+    [
+        ("/generate", ""),
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/completions", "cmpl-"),
+        ("/v1/responses", "resp_"),
+    ],
 )
 def test_ids_are_those_of_the_route(path: str, prefix: str) -> None:
     async def test() -> None:

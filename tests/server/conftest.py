@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.leg_fleet import MODEL, Fleet
 from tests.server.live import LiveServer
+from tests.support.tool_model import write_tool_model
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,15 @@ def shared_server(tiny_model: Path) -> Iterator[LiveServer]:
 def server(shared_server: LiveServer) -> Iterator[LiveServer]:
     yield shared_server
     shared_server.assert_nothing_left()
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server of a model that knows tools and reasoning, which says what a request tells it to say."""
+    model = write_tool_model(tmp_path_factory.mktemp("tools") / "tool-model")
+    with LiveServer(model, max_model_len=2048) as server:
+        yield server
+        server.assert_nothing_left()
 
 
 @pytest.fixture(scope="session")

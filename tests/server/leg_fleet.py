@@ -111,6 +111,10 @@ CASES: dict[str, Case] = {
     "completion, echo and ids": openai(
         COMPLETION, echo=True, logprobs=1, return_token_ids=True, max_tokens=3
     ),
+    "response": (
+        "/v1/responses",
+        {"model": MODEL, "input": "Hello", "max_output_tokens": 16, "ignore_eos": True, "min_p": 0.01},
+    ),
     "tokens": (
         "/inference/v1/generate",
         {

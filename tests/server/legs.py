@@ -15,7 +15,10 @@ from tests.server.live import LiveServer
 
 _decode = msgspec.msgpack.Decoder(Frame).decode
 # Of meta_info: a time, what a cache has, and the versions of which a later leg knows only its own.
-_DIFFERS = ("e2e_latency", "cached_tokens", "weight_versions")
+_DIFFERS = (
+    *("e2e_latency", "cached_tokens", "weight_versions"),
+    *("prompt_tokens_details", "input_tokens_details"),
+)
 
 
 def leg_of(path: str, body: dict[str, Any], **fields: Any) -> Leg:
@@ -92,10 +95,29 @@ def stream(data: bytes) -> Any:
     """
     *blocks, rest = data.decode().split("\n\n")
     assert rest == ""
+    if blocks[0].startswith("event: "):
+        return [_comparable(event) for event in named_events(data)]
     texts = [block.removeprefix("data: ") for block in blocks]
     assert texts.index("[DONE]") == len(texts) - 1
     events = [json.loads(text) for text in texts[:-1]]
     return _openai(events) if "choices" in events[0] else _native(events)
+
+
+def named_events(data: bytes) -> list[dict[str, Any]]:
+    """Returns the events of a response; asserts that their numbers have no gap, and that one of them ends it.
+
+    Each token has events of its own, so these do not depend on when the tokens came.
+    """
+    found: list[dict[str, Any]] = []
+    for block in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, text = block.split("\n")
+        found.append(json.loads(text.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    ends = [f"response.{name}" for name in ("completed", "incomplete", "failed")]
+    assert [event["type"] in ends for event in found] == [False] * (len(found) - 1) + [True]
+    return found
 
 
 def _native(events: list[dict[str, Any]]) -> Any:
@@ -160,9 +182,5 @@ def _comparable(reply: Any) -> Any:
     if isinstance(reply, list):
         return [_comparable(each) for each in reply]
     if isinstance(reply, dict):
-        return {
-            name: _comparable(value)
-            for name, value in reply.items()
-            if name not in (*_DIFFERS, "prompt_tokens_details")
-        }
+        return {name: _comparable(value) for name, value in reply.items() if name not in _DIFFERS}
     return reply

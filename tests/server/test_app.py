@@ -16,6 +16,7 @@ from tests.server.routes import ROUTES
 ASK = {"model": MODEL, "max_tokens": 4}
 CHAT = {**ASK, "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = {**ASK, "prompt": "Hello"}
+RESPONSE = {"model": MODEL, "input": "Hello", "max_output_tokens": 4}
 NATIVE = {"sampling_params": {"max_new_tokens": 4}}
 NATIVE_IDS = {"sampling_params": {"max_tokens": 4, "logprobs": 1}}
 NO_CONTENT = {"/abort_request"}
@@ -29,6 +30,9 @@ CALLS: list[tuple[str, str, Any, int]] = [
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True}, 200),
     ("POST", "/v1/chat/completions", {**CHAT, "temperature": 3}, 400),
     ("POST", "/v1/chat/completions", {**CHAT, "model": "another"}, 404),
+    ("POST", "/v1/responses", RESPONSE, 200),
+    ("POST", "/v1/responses", {**RESPONSE, "stream": True}, 200),
+    ("POST", "/v1/responses", {**RESPONSE, "store": 1, "previous_response_id": "resp_1"}, 400),
     ("POST", "/v1/completions", {**TEXT, "logprobs": 2}, 200),
     ("POST", "/v1/completions", {**TEXT, "prompt": ["Hello", "World"]}, 200),
     ("POST", "/v1/completions", "Hello", 400),

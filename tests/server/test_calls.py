@@ -58,6 +58,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
             "return_token_ids": True,
         },
     ),
+    "response": ("/v1/responses", {"model": MODEL, "input": "x", "stop": STOPS}),
     "tokens": (
         "/inference/v1/generate",
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ ASK = [{"role": "user", "content": "Is it raining?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 REPLY = f"<think>\nI look.\n</think>\n\nA moment.\n{CALL}\n{CALL.replace('Köln', 'Paris')}"
 ARGUMENTS = ['{"city": "Köln"}', '{"city": "Paris"}']
-
-
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(write_tool_model(tmp_path_factory.mktemp("tools") / MODEL), max_model_len=2048) as server:
-        yield server
-        server.assert_nothing_left()
 
 
 def body(reply: str = REPLY, **fields: Any) -> dict[str, Any]:

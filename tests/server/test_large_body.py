@@ -24,6 +24,7 @@ from segue.api.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from segue.api.openai.responses.call import parse_responses
 from segue.api.token_generate import TokenGenerate, parse_token_call
 from segue.api.tokenization import MAX_IDS
 from segue.api.validation import Decoded, parse
@@ -43,6 +44,7 @@ from segue.server.large_body import (
     decode,
     detokenize,
     generate,
+    responses,
     token_generate,
     tokenize,
 )
@@ -116,6 +118,23 @@ CHAT = fields(
 COMPLETION = fields(
     {"model": st.just("m"), "prompt": TEXTS | STRINGS | IDS | st.lists(IDS, max_size=MAX_PROMPTS)},
     OPTIONS | {"metadata": VALUES, "suffix": VALUES, "stream": st.booleans()},
+)
+INPUT_PART = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text"]), "text": TEXTS})
+ITEM = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": TEXTS | st.lists(INPUT_PART, max_size=4)},
+    optional={"type": st.just("message"), "id": TEXTS, "phase": st.none(), "summary": st.just([])},
+)
+RESPONSE = fields(
+    {"model": st.just("m"), "input": TEXTS | st.lists(ITEM, max_size=5)},
+    {
+        "instructions": TEXTS,
+        "metadata": st.dictionaries(TEXTS, TEXTS, max_size=3),
+        "tools": st.lists(st.fixed_dictionaries({"type": TEXTS}, optional={"name": TEXTS}), max_size=3),
+        "text": st.just({"format": {"type": "json_schema", "name": "n", "schema": {"a": [1]}}}),
+        "user": VALUES,
+        "background": VALUES,
+        "other": VALUES,
+    },
 )
 GENERATE = fields(
     {"sampling_params": PARAMS | st.lists(PARAMS, max_size=MAX_PROMPTS)},
@@ -199,6 +218,7 @@ def updates(body: Any) -> Any:
 FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]] = [
     (CHAT, chats, chat),
     (COMPLETION, completions, completion),
+    (RESPONSE, parse_responses, responses),
     (GENERATE, native, generate),
     (TOKENS, tokens, token_generate),
     (PREPARE, *weights("prepare_weights_update")),
@@ -208,7 +228,8 @@ FAMILIES: list[tuple[Any, Callable[[Any], Any], Callable[[ServedModel], Shape]]]
     (ABORTED, partial(parse, AbortRequests), partial(control, AbortRequests)),
 ]
 NAMES_OF_FAMILIES = [
-    *("chat", "completion", "generate", "tokens", "prepare", "distributed", "tensor", "update", "aborted"),
+    *("chat", "completion", "response", "generate", "tokens", "prepare", "distributed", "tensor"),
+    *("update", "aborted"),
 ]
 
 
@@ -403,6 +424,32 @@ def test_a_large_value_of_a_field_that_is_not_supported_is_refused_as_a_small_on
         parse_chat(right(chat, b'{"model": "m", "messages": [], "functions": %b}' % tools))
     with pytest.raises(UnsupportedFieldError, match="image_data is not supported"):
         native(right(generate, b'{"text": "a", "image_data": %b}' % tools))
+
+
+def test_a_large_input_is_decoded_item_by_item_and_errors_name_its_item() -> None:
+    item = '{"role":"user","content":[{"type":"input_text","text":"a"}]}'
+    text, count = b"a" * LARGE, 2000
+
+    def parsed(fields: bytes) -> Any:
+        return parse_responses(right(responses, b"{%b}" % fields))
+
+    found = parsed(b'"instructions": "%b", "input": %b' % (text, many(item, count)))
+    assert len(found.input) == count and found.input[-1] == found.input[0]
+    assert len(parsed(b'"input": "%b"' % text).input) == len(found.instructions) == LARGE
+    wrong = many(item, count)[:-1] + b',{"role":"user","content":[{"type":5}]}]'
+    for value, words in (
+        (wrong, rf"input\[{count}\]\.content\[0\]"),
+        (many('""', large_body.MAX_STRINGS + 1), "input has .* at most"),
+        (b'{"a":"%b"}' % text, "input: expected a string or a list of items"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            parsed(b'"input": %b' % value)
+    tools = many('{"type":"function","name":"f","description":"%s"}' % ("a" * 90), MAX_TOOLS)
+    assert len(parsed(b'"input": "a", "tools": %b' % tools).tools) == MAX_TOOLS
+    schema = b'{"format": {"type": "json_schema", "schema": {"description": "%b"}}}' % text
+    assert len(parsed(b'"input": "a", "text": %b' % schema).text.format.schema["description"]) == LARGE
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parsed(b'"input": "a", "text": {"%b}' % text)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from segue.server import responses
 from segue.server.responses import KEEP_ALIVE, EventStream
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
+from tests.server.legs import named_events
 from tests.server.live import LiveServer
 
 BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
@@ -274,6 +275,25 @@ def test_the_death_of_the_engine_is_an_event_in_the_stream(slow: LiveServer) -> 
         *_, last = events
     assert last["error"]["code"] == "engine_dead"
     assert "SIGKILL" in last["error"]["message"]
+
+
+def test_a_response_that_is_aborted_or_loses_its_engine_has_failed(slow: LiveServer) -> None:
+    asked = {"model": MODEL, "input": "abc", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        slow.client.stream("POST", "/v1/responses", json=asked | {"rid": "mine"}) as aborted,
+        slow.client.stream("POST", "/v1/responses", json=asked) as lost,
+    ):
+        parts, others = aborted.iter_bytes(), lost.iter_bytes()
+        begun, other = next(parts), next(others)
+        slow.client.post("/abort_request", json={"rid": "mine", "aborted_message": "By hand."})
+        first = named_events(begun + b"".join(parts))
+        os.kill(slow.runtime.worker_pids[0], signal.SIGKILL)
+        second = named_events(other + b"".join(others))
+    for events, message in ((first, "By hand."), (second, "SIGKILL")):
+        response = events[-1]["response"]
+        assert events[-1]["type"] == "response.failed" and response["status"] == "failed"
+        assert response["error"]["code"] == "server_error" and message in response["error"]["message"]
+        assert response["output"][0]["status"] == "incomplete"
 
 
 def test_the_death_of_the_engine_is_503_for_waiting_and_for_new_requests(

@@ -14,10 +14,21 @@ from typing import Any, Literal, get_args
 
 from segue.errors import UnsupportedFieldError, short_repr
 
-# chat, completions: the bodies of OpenAI's routes. native: the body of `/generate`. sampling: the object
-# `sampling_params` in it. tokens, token_sampling: the same of `/inference/v1/generate`. Fields of these four
-# that are not in the table are ignored, so it lists only those that would change the reply.
-Place = Literal["chat", "completions", "native", "sampling", "tokens", "token_sampling"]
+# chat, completions, responses: the bodies of OpenAI's routes. responses_text, responses_reasoning: the
+# objects `text` and `reasoning` in the last one. native: the body of `/generate`. sampling: the object
+# `sampling_params` in it. tokens, token_sampling: the same of `/inference/v1/generate`. Fields of these last
+# four that are not in the table are ignored, so it lists only those that would change the reply.
+Place = Literal[
+    "chat",
+    "completions",
+    "responses",
+    "responses_text",
+    "responses_reasoning",
+    "native",
+    "sampling",
+    "tokens",
+    "token_sampling",
+]
 
 
 class _Anything:
@@ -34,15 +45,17 @@ _OFF: tuple[Any, ...] = (False,)
 _BOOLEAN = (True, False)
 _EMPTY: tuple[Any, ...] = ("", [], {}, False, 0)  # the native API has always taken any of these
 
-_OPENAI: tuple[Place, ...] = ("chat", "completions")
-_BODIES: tuple[Place, ...] = ("chat", "completions", "native")
+_OPENAI: tuple[Place, ...] = ("chat", "completions", "responses")
+_BODIES: tuple[Place, ...] = (*_OPENAI, "native")
 _ALL: tuple[Place, ...] = get_args(Place)
 
 # Names, the places that they are known in, and the values that ask for nothing.
 _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     # Who asks, where it goes, and what is noted of it: nothing that changes a reply.
-    ("user metadata store service_tier safety_identifier", _OPENAI, ANYTHING),
+    ("user store service_tier safety_identifier", _OPENAI, ANYTHING),
+    ("metadata", ("chat", "completions"), ANYTHING),  # responses repeat it
     ("prompt_cache_key prompt_cache_retention", _OPENAI, ANYTHING),
+    ("prompt_cache_options", ("responses",), ANYTHING),
     ("session_id routing_id routing_key conversation_id custom_labels", _OPENAI, ANYTHING),
     ("log_metrics no_logs", _OPENAI, ANYTHING),
     # This engine has one data-parallel rank, which has the number 0.
@@ -95,7 +108,20 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("modalities", ("chat",), (["text"],)),
     ("audio prediction web_search_options", ("chat",), ()),
     ("return_audio", ("chat",), _OFF),
-    ("verbosity", ("chat",), ("medium",)),  # OpenAI's default
+    ("verbosity", ("chat", "responses_text"), ("medium",)),  # OpenAI's default
+    # Of responses: what would have to be kept from one to the next, and what the server would have to do.
+    ("previous_response_id conversation prompt", ("responses",), ()),
+    ("previous_input_messages", ("responses",), ()),
+    ("include context_management", ("responses",), ([],)),
+    ("truncation", ("responses",), ("disabled",)),
+    ("max_tool_calls moderation access_programs image", ("responses",), ()),
+    ("summary generate_summary", ("responses_reasoning",), ()),
+    ("context", ("responses_reasoning",), ("auto",)),
+    ("mode", ("responses_reasoning",), ("standard",)),
+    ("top_logprobs", ("responses",), (0,)),
+    ("enable_response_messages include_stop_str_in_output", ("responses",), _OFF),
+    ("skip_special_tokens", ("responses",), (True,)),
+    ("logit_bias structured_outputs mm_processor_kwargs", ("responses",), ({},)),
     # What else the reply should have.
     ("logprob_token_ids", _OPENAI, ()),
     ("token_ids_logprob", ("native",), _EMPTY),

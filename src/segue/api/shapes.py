@@ -173,6 +173,54 @@ class CompletionReplyShape(OpenAIReplyShape):
     choices: list[CompletionChoiceShape]
 
 
+class InputTokens(Struct):
+    """The parts of a response's input."""
+
+    cached_tokens: int
+    cache_write_tokens: int  # always 0: nothing is charged for them
+
+
+class ResponseUsageShape(Struct):
+    """The tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokens
+    total_tokens: int
+
+
+class OutputItemShape(Struct):
+    """An item of a response's output: a message, a reasoning or a call of a function, with its own fields."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["completed", "incomplete"]
+
+
+class ResponseShape(Struct):
+    """``POST /v1/responses``; it also repeats the fields of the body."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "failed"]
+    usage: ResponseUsageShape
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    output: list[OutputItemShape]
+    instructions: str | None
+    metadata: dict[str, str]
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+
+
 class ModelCard(Struct):
     """A model."""
 

@@ -203,6 +203,14 @@ class RequestState:
         """The text that was taken, or that the client had before."""
         return "".join(self._parts[: self._num_taken[1]])
 
+    def taken_pieces(self, first: int) -> list[str]:
+        """Return the pieces of :attr:`taken_text` from number ``first`` on.
+
+        There is at most one per token, and up to two at the end; some may be empty. Where they are cut
+        depends on the tokens alone, and not on when they came.
+        """
+        return self._parts[first : self._num_taken[1]]
+
     @property
     def has_unread(self) -> bool:
         """Whether tokens have arrived since the last :meth:`take`."""

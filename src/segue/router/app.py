@@ -72,6 +72,7 @@ generation = Routes(Access.USER, "Generation")
 @generation.post("/v1/chat/completions")
 @generation.post("/v1/chat/completions/tokens")
 @generation.post("/v1/completions")
+@generation.post("/v1/responses")
 @generation.post("/inference/v1/generate")
 async def generate(request: Request) -> ASGIApp:
     """Generate: the worker that is predicted to be done first answers."""

@@ -14,7 +14,7 @@ from segue.router.index import Keys, keys_of
 FIRST_GUESS = 4.0  # bytes per token, before the first reply
 LEARNED = 0.1  # weight of one more reply
 SEVERAL = 2  # output tokens of a request that may have more than one: how many it will have nobody knows
-_NUM_TOKENS = re.compile(rb'"prompt_tokens": ?(\d+)')
+_NUM_TOKENS = re.compile(rb'"(?:prompt|input)_tokens": ?(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
 _EMPTY = msgspec.Raw(b"")
 
@@ -24,6 +24,8 @@ class _Body(msgspec.Struct, frozen=True):
 
     messages: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
+    instructions: msgspec.Raw = _EMPTY
+    input: msgspec.Raw = _EMPTY
     prompt: msgspec.Raw = _EMPTY
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
@@ -32,6 +34,7 @@ class _Body(msgspec.Struct, frozen=True):
     stream: msgspec.Raw = _EMPTY
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
+    max_output_tokens: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
 
@@ -79,9 +82,10 @@ class BytesPerToken:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = _Body(text=msgspec.Raw(body))
         ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
-        text = _json(fields.messages, fields.prompt, fields.text)
-        if fields.messages and not ids:  # templates put the tools before the messages
-            text = _json(fields.tools) + text
+        text = _json(fields.input, fields.messages, fields.prompt, fields.text)
+        # Templates put the tools before the messages; instructions become the first one.
+        if (fields.messages or fields.input) and not ids:
+            text = _json(fields.tools) + _json(fields.instructions) + text
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
@@ -120,7 +124,7 @@ def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:
 
     ``by_vllm``: its parameters have vLLM's names.
     """
-    limit = _json(fields.max_completion_tokens, fields.max_tokens)
+    limit = _json(fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens)
     if given := _json(fields.sampling_params):
         try:
             params = _decode_params(given)

@@ -299,7 +299,7 @@ class Relay:
         """Learn from the end of a reply how many tokens the prompt had, and how many of them were cached."""
         facts = self._request.facts
         for payload in reversed(last):
-            if b"prompt_tokens" in payload:
+            if b"prompt_tokens" in payload or b"input_tokens" in payload:
                 self._sizes.learn(self._request.path, facts, payload)
                 cached = cached_tokens(payload)
                 if cached is not None and facts.num_bytes:

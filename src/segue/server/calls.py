@@ -27,6 +27,7 @@ from segue.frontend.request import Generation, Output
 from segue.launch.runtime import Runtime
 from segue.server import large_body
 from segue.server.body import decode_json
+from segue.server.response_calls import ResponsesReply, parse_response
 from segue.server.responses import DONE, event, native_body, openai_body
 
 
@@ -43,6 +44,10 @@ class Reply(Protocol):
 
     def last_event(self) -> bytes:
         """Returns how a stream ends once all requests have: the usage, if asked for, and the end mark."""
+        ...
+
+    def failure(self, error: SegueError) -> bytes:
+        """Returns what ends a stream that an error breaks off."""
         ...
 
     async def whole(self) -> tuple[Any, int]:
@@ -109,6 +114,10 @@ class OpenAIReply:
         """Returns the chunk with the usage, if asked for, and the end mark."""
         return self._chunks.usage(self._generation.ends) + DONE
 
+    def failure(self, error: SegueError) -> bytes:
+        """Returns an event with the error."""
+        return event(openai_body(error))
+
     async def whole(self) -> tuple[Any, int]:
         """Returns the whole reply, which a thread builds if it has many entries: choices and logprobs."""
         outputs = await self._generation.outputs()
@@ -154,6 +163,10 @@ class TokenReply:
         last = self._replies.last_chunk()
         return DONE if last is None else event(last) + DONE
 
+    def failure(self, error: SegueError) -> bytes:
+        """Returns an event with the error."""
+        return event(openai_body(error))
+
     async def whole(self) -> tuple[Any, int]:
         """Returns the whole reply, which a thread builds if it has many entries."""
         outputs, num_entries = await self._replies.outputs()
@@ -190,6 +203,10 @@ class NativeReply:
         """Returns the end mark."""
         return DONE
 
+    def failure(self, error: SegueError) -> bytes:
+        """Returns an event with the error."""
+        return event(native_body(error))
+
     async def whole(self) -> tuple[Any, int]:
         """Returns the whole reply."""
         return await self._replies.result()
@@ -201,11 +218,13 @@ COMPLETION = CallKind(
 )
 CHAT_TOKENS = CallKind(parse=_chat_tokens, reply=partial(OpenAIReply, ChatDialect), error_body=openai_body)
 TOKENS = CallKind(parse=_tokens, reply=TokenReply, error_body=openai_body)
+RESPONSES = CallKind(parse=parse_response, reply=ResponsesReply, error_body=openai_body)
 NATIVE = CallKind(parse=_native, reply=NativeReply, error_body=native_body)
 CALL_KINDS: Mapping[str, CallKind] = {  # by the path of the route
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/tokens": CHAT_TOKENS,
     "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
     "/inference/v1/generate": TOKENS,
     "/generate": NATIVE,
 }

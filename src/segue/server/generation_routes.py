@@ -16,6 +16,7 @@ from segue.api.openai.requests import (
     CompletionRequest,
     check_model,
 )
+from segue.api.openai.responses.fields import ResponsesRequest
 from segue.api.schema import body_schema, reply_schema
 from segue.api.shapes import (
     ChatReplyShape,
@@ -23,15 +24,16 @@ from segue.api.shapes import (
     GenerateReply,
     ModelCard,
     ModelList,
+    ResponseShape,
     TokenGenerateReply,
 )
 from segue.api.token_generate import TokenGenerate
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
-from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, TOKENS, CallKind, Reply
+from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, RESPONSES, TOKENS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
-from segue.server.responses import EventStream, event, json_response, reply_response, unless_gone
+from segue.server.responses import EventStream, json_response, reply_response, unless_gone
 from segue.server.running import runtime_of
 
 openai = Routes(Access.USER, "OpenAI")
@@ -47,8 +49,8 @@ async def _answer(request: Request, kind: CallKind) -> ASGIApp:
     start = runtime.manager.submit(call.requests, call.batch_id, is_streamed=call.stream, alias=alias)
     if call.stream:
         generation = await unless_gone(request, start)
-        events = _events(generation, kind.reply(runtime, call, generation))
-        return EventStream(events, lambda error: event(kind.error_body(error)), generation.close)
+        reply = kind.reply(runtime, call, generation)
+        return EventStream(_events(generation, reply), reply.failure, generation.close)
 
     async def whole() -> tuple[Any, int]:
         with await start as generation:
@@ -74,6 +76,7 @@ async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes,
 
 _CHAT = body_schema(ChatCompletionRequest) | reply_schema(ChatReplyShape, has_stream=True)
 _COMPLETION = body_schema(CompletionRequest) | reply_schema(CompletionReplyShape, has_stream=True)
+_RESPONSES = body_schema(ResponsesRequest) | reply_schema(ResponseShape, has_stream=True)
 _CHAT_TOKENS = body_schema(ChatTokensRequest) | reply_schema(ChatReplyShape, has_stream=True)
 _TOKENS = body_schema(TokenGenerate) | reply_schema(TokenGenerateReply, has_stream=True)
 _GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[GenerateReply], has_stream=True)
@@ -95,6 +98,12 @@ async def chat_completions_of_tokens(request: Request) -> ASGIApp:
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
     return await _answer(request, COMPLETION)
+
+
+@openai.post("/v1/responses", schema=_RESPONSES)
+async def responses(request: Request) -> ASGIApp:
+    """Continue a conversation of items. Nothing is kept of it."""
+    return await _answer(request, RESPONSES)
 
 
 @tokens.post("/inference/v1/generate", schema=_TOKENS)

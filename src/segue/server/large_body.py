@@ -23,6 +23,7 @@ from segue.api.asks_nothing import harmless, unsupported
 from segue.api.guided import FIELD_NAMES
 from segue.api.openai import requests as openai
 from segue.api.openai.chat_fields import MAX_TOOLS, Tool
+from segue.api.openai.responses import fields as response_fields
 from segue.api.validation import MAX_NAME_CHARS, Decoded, check_batch, misfit, unknown_field
 from segue.api.vllm import MAX_ABORTED, UpdateInfo
 from segue.errors import InvalidRequestError, SegueError, short_repr
@@ -49,6 +50,7 @@ RULES = {  # what fields that may be large are, in words
     **native.RULES,
     **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
+    "input": "a string or a list of items",
     "tools": "a list of functions",
     "response_format": "an object with a type",
     "structured_outputs": "an object",
@@ -78,6 +80,8 @@ _MEMBER = re.compile(rb'\s*("(?:[^"\\]|\\.){0,256}")\s*:\s*', re.DOTALL)
 _LONG_NAME = re.compile(rb'\s*("(?:[^"\\]|\\.){257})', re.DOTALL)  # longer than any that is known
 _messages = msgspec.json.Decoder(list[openai.ChatMessage])
 _tool_list = msgspec.json.Decoder(list[Tool], float_hook=float)
+_response_items = msgspec.json.Decoder(list[response_fields.InputItem])
+_response_tools = msgspec.json.Decoder(list[response_fields.ResponsesTool], float_hook=float)
 _biases = msgspec.json.Decoder(dict[str, int | float])
 _checksums = msgspec.json.Decoder(dict[str, int])
 _sizes = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]])
@@ -108,7 +112,7 @@ def chat(model: ServedModel) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         model=openai.ChatCompletionRequest,
-        large={**_OPENAI_SAMPLING, "messages": _conversation, "tools": _tools},
+        large={**_OPENAI_SAMPLING, "messages": _conversation, "tools": _chat_tools},
         skipped=harmless("chat"),
         refused=unsupported("chat"),
     )
@@ -131,6 +135,22 @@ def completion(model: ServedModel) -> Shape:
         large={**_OPENAI_SAMPLING, "prompt": partial(_prompt, "prompt", model)},
         skipped=harmless("completions"),
         refused=unsupported("completions"),
+    )
+
+
+def responses(model: ServedModel) -> Shape:
+    """``POST /v1/responses``."""
+    return Shape(
+        model=response_fields.ResponsesRequest,
+        large={
+            "input": _input,
+            "instructions": partial(_text, "instructions"),
+            "tools": partial(_tools, _response_tools, response_fields.RULES),
+            "text": _text_config,
+            "stop": partial(_strings, "stop", MAX_STOPS),
+        },
+        skipped=harmless("responses"),
+        refused=unsupported("responses"),
     )
 
 
@@ -165,7 +185,7 @@ def tokenize(model: ServedModel) -> Shape:
     """``POST /tokenize``."""
     return Shape(
         model=tokenization.TokenizeBody,
-        large={"prompt": partial(_text, "prompt"), "messages": _conversation, "tools": _tools},
+        large={"prompt": partial(_text, "prompt"), "messages": _conversation, "tools": _chat_tools},
     )
 
 
@@ -278,30 +298,58 @@ def _conversation(data: bytes) -> Decoded:
     return Decoded(_structs("messages", _messages, MAX_MESSAGES, data))
 
 
-def _tools(data: bytes) -> Decoded:
+def _input(data: bytes) -> Any:
+    """Decode ``input``: a string, or items, which are bounded as messages are."""
+    if data.startswith(b'"'):
+        return msgspec.json.decode(data)
+    if not data.startswith(b"["):
+        raise MisfitError
+    if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
+        raise too_many("input", count, MAX_STRINGS, "strings, the names of fields included")
+    return Decoded(_structs("input", _response_items, MAX_MESSAGES, data, response_fields.RULES))
+
+
+def _text_config(data: bytes) -> Any:
+    """Decode ``text`` of a response, which may have a schema."""
+    try:
+        return _grammar("text", data)
+    except msgspec.DecodeError as error:
+        raise not_json(error) from None
+
+
+def _tools(decoder: msgspec.json.Decoder[list[Any]], rules: Mapping[str, str], data: bytes) -> Decoded:
     """Decode ``tools``, one after the other."""
     if not data.startswith(b"["):
         raise MisfitError
-    found: list[Tool] = []
+    found: list[Any] = []
     for index, (start, end) in enumerate(cut(data, MAX_TOOLS, "tools")):
         if end - start > MAX_TOOL_BYTES:
             text = f"tools[{index}] has {end - start} bytes of JSON; at most {MAX_TOOL_BYTES} are allowed"
             raise InvalidRequestError(text, param=f"tools[{index}]")
         try:
-            found += _tool_list.decode(b"[%b]" % data[start:end])
+            found += decoder.decode(b"[%b]" % data[start:end])
         except msgspec.ValidationError as error:
-            raise misfit(error, "tools", openai.RULES, index) from None
+            raise misfit(error, "tools", rules, index) from None
     return Decoded(found)
 
 
-def _structs(param: str, decoder: msgspec.json.Decoder[list[Any]], most: int, data: bytes) -> list[Any]:
+_chat_tools = partial(_tools, _tool_list, openai.RULES)
+
+
+def _structs(
+    param: str,
+    decoder: msgspec.json.Decoder[list[Any]],
+    most: int,
+    data: bytes,
+    rules: Mapping[str, str] = openai.RULES,
+) -> list[Any]:
     """Decode a list of structs, group by group; errors name the item by its index in the whole list."""
     found: list[Any] = []
     for first, group in json_pieces.groups(data, most, param):
         try:
             found += decoder.decode(group)
         except msgspec.ValidationError as error:
-            raise misfit(error, param, openai.RULES, first) from None
+            raise misfit(error, param, rules, first) from None
     return found
 
 

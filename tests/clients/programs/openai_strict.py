@@ -108,6 +108,33 @@ def completions() -> None:
     assert ids.usage is not None and ids.usage.prompt_tokens == 4
 
 
+def responses() -> None:
+    asked: dict[str, Any] = {
+        **{"model": MODEL, "instructions": "Answer in one word.", "temperature": 0, "max_output_tokens": 16},
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "The capital of France?"}]}],
+    }
+    whole = client.responses.create(**asked, metadata={"who": "me"})
+    assert whole.output_text and whole.usage is not None and whole.metadata == {"who": "me"}
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    assert whole.status in ("completed", "incomplete")
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == f"response.{whole.status}"
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    with client.responses.stream(**asked) as stream:
+        *_, last = stream
+    assert last.type == events[-1].type and last.response.output_text == whole.output_text
+    items: Any = [*asked["input"], *whole.output, {"role": "user", "content": "Why?"}]
+    assert client.responses.create(**{**asked, "input": items}).output_text
+    create: Any = client.responses.create
+    fails(openai.BadRequestError, "invalid_value", lambda: create(**{**asked, "temperature": 3}))
+    fails(openai.NotFoundError, "model_not_found", lambda: create(**{**asked, "model": "another"}))
+    stored = {**asked, "previous_response_id": whole.id}
+    fails(openai.BadRequestError, "unsupported_parameter", lambda: create(**stored))
+    fails(openai.NotFoundError, "not_found", lambda: client.responses.retrieve(whole.id))
+
+
 def sampling() -> None:
     seeded = {**CHAT, "temperature": 0.9, "top_p": 0.95, "seed": 7, "stop": ["\n\n"], "user": "somebody"}
     penalties = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {"17": -100}}
@@ -161,7 +188,7 @@ def leaving() -> None:
     assert client.chat.completions.create(**CHAT).choices
 
 
-for check in (models, chat, chat_logprobs, completions, sampling, errors, leaving):
+for check in (models, chat, chat_logprobs, completions, responses, sampling, errors, leaving):
     check()
 asyncio.run(asynchronous())
 print("all done")

@@ -15,6 +15,7 @@ from segue.api.parsers.reasoning import CLOSE as THINK_END
 from segue.api.parsers.reasoning import OPEN as THINK
 from segue.errors import InvalidRequestError, UnsupportedFieldError, short_repr
 from segue.frontend.chat_template import ChatForm
+from segue.frontend.thread_pool import turn
 from segue.frontend.tokenizer import ServedModel
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MAX_ALL_ARGUMENTS_CHARS = 1 << 21  # of all its calls
 MAX_ARGUMENTS_BRACKETS = 1 << 16
 MAX_ALL_ARGUMENTS_BRACKETS = 1 << 17
 _INLINE_CHARS = 1 << 14  # of arguments, behind which other requests get their turn
+_CALL_CHARS = 64  # that are rendered in the time that a call without arguments takes
 # Arguments of a chat template that decide how it is used, and not what it says.
 RESERVED = frozenset(
     {
@@ -76,14 +78,14 @@ class NamedTool(Struct, frozen=True):
     function: ChosenFunction
 
 
-class CalledFunction(Struct, frozen=True):
-    """The function of a call, and its arguments."""
+class CalledFunction(Struct, frozen=True, gc=False):
+    """The function of a call, and its arguments. There may be tens of thousands, without cycles."""
 
     name: FunctionName
     arguments: str | None = None  # the JSON of an object
 
 
-class ToolCall(Struct, frozen=True):
+class ToolCall(Struct, frozen=True, gc=False):
     """A call that the model has made. Further fields are ignored."""
 
     function: CalledFunction
@@ -227,13 +229,14 @@ class History:
         self.num_chars = 0  # of arguments and reasoning: what the template gets beside the contents
 
     async def calls_of(self, calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
-        """Return the calls of the message ``where``. Yields to the event loop behind large arguments.
+        """Return the calls of the message ``where``. Yields to the event loop behind many, or large ones.
 
         Raises:
             InvalidRequestError: arguments are not the JSON of an object, or too large.
         """
         found = []
         for index, call in enumerate(calls):
+            await turn(index)
             given = call.function.arguments or "{}"
             arguments = self._decoded(given, f"{where}.tool_calls[{index}].function.arguments")
             function = {"name": call.function.name, "arguments": arguments}
@@ -247,7 +250,7 @@ class History:
         num_brackets = given.count("[") + given.count("{")
         self._num_argument_chars += len(given)
         self._num_argument_brackets += num_brackets
-        self.num_chars += len(given)
+        self.num_chars += len(given) + _CALL_CHARS
         alone, together = "it has", "with those of the calls before, it has"
         for count, most, which, unit in (
             (len(given), MAX_ARGUMENTS_CHARS, alone, "characters"),
