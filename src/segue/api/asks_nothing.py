@@ -14,10 +14,11 @@ from typing import Any, Literal, get_args
 
 from segue.errors import UnsupportedFieldError, short_repr
 
-# chat, completions: the bodies of OpenAI's routes. native: the body of `/generate`. sampling: the object
-# `sampling_params` in it. tokens, token_sampling: the same of `/inference/v1/generate`. Fields of these four
-# that are not in the table are ignored, so it lists only those that would change the reply.
-Place = Literal["chat", "completions", "native", "sampling", "tokens", "token_sampling"]
+# chat, completions: the bodies of OpenAI's routes. messages: those of Anthropic's. native: the body of
+# `/generate`. sampling: the object `sampling_params` in it. tokens, token_sampling: the same of
+# `/inference/v1/generate`. Fields of the last four that are not in the table are ignored, so it lists only
+# those that would change the reply.
+Place = Literal["chat", "completions", "messages", "native", "sampling", "tokens", "token_sampling"]
 
 
 class _Anything:
@@ -119,6 +120,16 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("prompt_logprob_start truncate_prompt_tokens use_beam_search", ("token_sampling",), _EMPTY),
     ("repetition_detection trace_decode_token_ids watermarking", ("token_sampling",), _EMPTY),
     ("routed_experts_prompt_start thinking_token_budget", ("token_sampling",), _EMPTY),
+    # Anthropic's API. Every prompt is cached, so a request to do so asks for nothing.
+    (
+        "metadata service_tier cache_control inference_geo user_profile_id workspace_id",
+        ("messages",),
+        ANYTHING,
+    ),
+    ("speed", ("messages",), ("standard",)),
+    ("container diagnostics output_format", ("messages",), ()),
+    ("mcp_servers", ("messages",), ([],)),
+    ("context_management", ("messages",), ({},)),
     # Only tokenizers of a kind that is not supported put spaces there.
     ("spaces_between_special_tokens", _OPENAI, _BOOLEAN),
 )

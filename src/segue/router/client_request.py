@@ -15,6 +15,7 @@ ID_PREFIXES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/tokens": "chatcmpl-",
     "/v1/completions": "cmpl-",
+    "/v1/messages": "msg_",
     "/inference/v1/generate": "generate-tokens-",
     "/generate": "",
 }

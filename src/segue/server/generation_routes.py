@@ -31,7 +31,7 @@ from segue.server.access import Access, Routes
 from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, TOKENS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
-from segue.server.responses import EventStream, event, json_response, reply_response, unless_gone
+from segue.server.responses import EventStream, json_response, reply_response, unless_gone
 from segue.server.running import runtime_of
 
 openai = Routes(Access.USER, "OpenAI")
@@ -39,7 +39,7 @@ native = Routes(Access.USER, "Native")
 tokens = Routes(Access.USER, "Tokens")
 
 
-async def _answer(request: Request, kind: CallKind) -> ASGIApp:
+async def answer(request: Request, kind: CallKind) -> ASGIApp:
     """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
     runtime = runtime_of(request)
     call = await kind.parse(runtime, await read_bytes(request, runtime.config.max_body_mib), None)
@@ -48,7 +48,7 @@ async def _answer(request: Request, kind: CallKind) -> ASGIApp:
     if call.stream:
         generation = await unless_gone(request, start)
         events = _events(generation, kind.reply(runtime, call, generation))
-        return EventStream(events, lambda error: event(kind.error_body(error)), generation.close)
+        return EventStream(events, lambda error: kind.event(kind.error_body(error)), generation.close)
 
     async def whole() -> tuple[Any, int]:
         with await start as generation:
@@ -82,31 +82,31 @@ _GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[Gene
 @openai.post("/v1/chat/completions", schema=_CHAT)
 async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
-    return await _answer(request, CHAT)
+    return await answer(request, CHAT)
 
 
 @openai.post("/v1/chat/completions/tokens", schema=_CHAT_TOKENS)
 async def chat_completions_of_tokens(request: Request) -> ASGIApp:
     """Continue a conversation whose token ids are given."""
-    return await _answer(request, CHAT_TOKENS)
+    return await answer(request, CHAT_TOKENS)
 
 
 @openai.post("/v1/completions", schema=_COMPLETION)
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
-    return await _answer(request, COMPLETION)
+    return await answer(request, COMPLETION)
 
 
 @tokens.post("/inference/v1/generate", schema=_TOKENS)
 async def generate_tokens(request: Request) -> ASGIApp:
     """Continue token ids by token ids, in vLLM's form."""
-    return await _answer(request, TOKENS)
+    return await answer(request, TOKENS)
 
 
 @native.post("/generate", schema=_GENERATE)
 async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
-    return await _answer(request, NATIVE)
+    return await answer(request, NATIVE)
 
 
 @openai.get("/v1/models", schema=reply_schema(ModelList))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType, structs
@@ -33,6 +33,7 @@ from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
 
+T = TypeVar("T")
 Decode = Callable[[bytes], Any]  # from the JSON of one value, without white space around it
 MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
@@ -50,6 +51,9 @@ RULES = {  # what fields that may be large are, in words
     **dict.fromkeys(("token_ids", "tokens"), "a list of token ids"),
     "messages": "a list of messages",
     "tools": "a list of functions",
+    "system": "a string or a list of blocks of text",
+    "stop_sequences": "a list of strings",
+    "output_config": "an object",
     "response_format": "an object with a type",
     "structured_outputs": "an object",
     **dict.fromkeys(("choice", "guided_choice"), "a list of strings"),
@@ -108,7 +112,7 @@ def chat(model: ServedModel) -> Shape:
     """``POST /v1/chat/completions``."""
     return Shape(
         model=openai.ChatCompletionRequest,
-        large={**_OPENAI_SAMPLING, "messages": _conversation, "tools": _tools},
+        large={**_OPENAI_SAMPLING, "messages": _conversation, "tools": partial(tools_of, _tool_list)},
         skipped=harmless("chat"),
         refused=unsupported("chat"),
     )
@@ -141,8 +145,8 @@ def generate(model: ServedModel) -> Shape:
         large={
             "text": partial(_prompt, "text", model),
             "input_ids": partial(_prompt, "input_ids", model),
-            "rid": partial(_strings, "rid", model.max_prompts),
-            "request_id": partial(_strings, "request_id", model.max_prompts),
+            "rid": partial(strings_of, "rid", model.max_prompts),
+            "request_id": partial(strings_of, "request_id", model.max_prompts),
             "sampling_params": partial(_params, model.max_prompts),
         },
         refused=unsupported("native"),
@@ -165,7 +169,11 @@ def tokenize(model: ServedModel) -> Shape:
     """``POST /tokenize``."""
     return Shape(
         model=tokenization.TokenizeBody,
-        large={"prompt": partial(_text, "prompt"), "messages": _conversation, "tools": _tools},
+        large={
+            "prompt": partial(_text, "prompt"),
+            "messages": _conversation,
+            "tools": partial(tools_of, _tool_list),
+        },
     )
 
 
@@ -221,7 +229,7 @@ def _text(param: str, data: bytes) -> Any:
     return msgspec.json.decode(data)
 
 
-def _strings(param: str, most: int, data: bytes) -> Any:
+def strings_of(param: str, most: int, data: bytes) -> Any:
     """Decode a string, or a list of at most ``most`` strings; ``param`` is the field, for errors."""
     if data.startswith(b'"'):
         return msgspec.json.decode(data)
@@ -236,8 +244,8 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
     return {
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
         **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _option_ids),
-        "stop": partial(_strings, "stop", MAX_STOPS),
-        **{name: partial(_grammar, name) for name in FIELD_NAMES},
+        "stop": partial(strings_of, "stop", MAX_STOPS),
+        **{name: partial(grammar_of, name) for name in FIELD_NAMES},
     }
 
 
@@ -246,7 +254,7 @@ def _option_ids(data: bytes) -> Decoded:
     return Decoded(json_pieces.token_ids(data, check_num_entries).tolist())
 
 
-def _grammar(param: str, data: bytes) -> Any:
+def grammar_of(param: str, data: bytes) -> Any:
     """Decode a field with a schema or a grammar; the size bound keeps the call short."""
     if len(data) > MAX_GRAMMAR_JSON:
         text = f"{param} has {len(data)} bytes of JSON; at most {MAX_GRAMMAR_JSON} are allowed"
@@ -275,33 +283,39 @@ def _conversation(data: bytes) -> Decoded:
     """Decode ``messages``; the strings are counted first, because one message may have many parts."""
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
-    return Decoded(_structs("messages", _messages, MAX_MESSAGES, data))
+    return Decoded(structs_of("messages", _messages, MAX_MESSAGES, data))
 
 
-def _tools(data: bytes) -> Decoded:
+def tools_of(decoder: msgspec.json.Decoder[list[T]], data: bytes) -> Decoded:
     """Decode ``tools``, one after the other."""
     if not data.startswith(b"["):
         raise MisfitError
-    found: list[Tool] = []
+    found: list[T] = []
     for index, (start, end) in enumerate(cut(data, MAX_TOOLS, "tools")):
         if end - start > MAX_TOOL_BYTES:
             text = f"tools[{index}] has {end - start} bytes of JSON; at most {MAX_TOOL_BYTES} are allowed"
             raise InvalidRequestError(text, param=f"tools[{index}]")
         try:
-            found += _tool_list.decode(b"[%b]" % data[start:end])
+            found += decoder.decode(b"[%b]" % data[start:end])
         except msgspec.ValidationError as error:
             raise misfit(error, "tools", openai.RULES, index) from None
     return Decoded(found)
 
 
-def _structs(param: str, decoder: msgspec.json.Decoder[list[Any]], most: int, data: bytes) -> list[Any]:
+def structs_of(
+    param: str,
+    decoder: msgspec.json.Decoder[list[Any]],
+    most: int,
+    data: bytes,
+    rules: Mapping[str, str] = openai.RULES,
+) -> list[Any]:
     """Decode a list of structs, group by group; errors name the item by its index in the whole list."""
     found: list[Any] = []
     for first, group in json_pieces.groups(data, most, param):
         try:
             found += decoder.decode(group)
         except msgspec.ValidationError as error:
-            raise misfit(error, param, openai.RULES, first) from None
+            raise misfit(error, param, rules, first) from None
     return found
 
 
@@ -316,7 +330,7 @@ def _all_buckets(data: bytes) -> Decoded:
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
     if (count := json_pieces.count(data, b'"') // 2) > most:
         raise too_many("buckets", count, most, "strings, the names of fields included")
-    found = _structs("buckets", _buckets, MAX_BUCKETS, data)
+    found = structs_of("buckets", _buckets, MAX_BUCKETS, data)
     if len(found) > MAX_BUCKETS:
         raise too_many("buckets", len(found), MAX_BUCKETS, "buckets")
     return Decoded([_bucket(each) for each in found])
@@ -378,14 +392,14 @@ _UPDATE_INFO = Shape(
     refused=frozenset(("ipc_handles", "ipc_handles_pickled")),
 )
 _CONTROL: dict[str, Decode] = {
-    "request_ids": partial(_strings, "request_ids", MAX_ABORTED),
+    "request_ids": partial(strings_of, "request_ids", MAX_ABORTED),
     "update_info": lambda data: Decoded(decode_fields(data, _UPDATE_INFO)),
     "buckets": _all_buckets,
     "names": _names,
     "dtypes": _names,
     "shapes": _shapes,
     "checksums": _all_checksums,
-    "serialized_named_tensors": partial(_strings, "serialized_named_tensors", MAX_PAYLOADS),
+    "serialized_named_tensors": partial(strings_of, "serialized_named_tensors", MAX_PAYLOADS),
 }
 
 

@@ -38,7 +38,7 @@ from segue.server.body import INLINE_BYTES
 from segue.server.calls import CALL_KINDS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
-from segue.server.responses import EventStream, encode, error_response, event, reply_bytes, unless_gone
+from segue.server.responses import EventStream, encode, error_response, reply_bytes, unless_gone
 from segue.server.running import runtime_of
 
 OUTPUTS_MIB = 64  # that a leg may have besides the client's body: the output so far
@@ -91,7 +91,7 @@ async def _answer(request: Request, runtime: Runtime, leg: Leg, kind: CallKind) 
 
     def failure(error: SegueError) -> bytes:
         body = kind.error_body(error)
-        payload = event(body) if call.stream else encode(body)
+        payload = kind.event(body) if call.stream else encode(body)
         return pack_frame(LegFailed(error.status, error.code or "", error.code in RETRYABLE, payload))
 
     return EventStream(frames, failure, generation.close, HEADERS, SIGN_OF_LIFE)
