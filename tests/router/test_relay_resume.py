@@ -30,7 +30,7 @@ from tests.router.workers import report
 
 NUM_TOKENS = 8
 DONE = b"data: [DONE]\n\n"
-PATHS = ["/generate", "/v1/chat/completions", "/v1/completions"]
+PATHS = ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages"]
 
 
 def token_event(token: int) -> bytes:
@@ -122,7 +122,12 @@ def test_tokens_that_came_one_by_one_are_known_when_a_stream_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("path", "prefix"),
-    [("/generate", ""), ("/v1/chat/completions", "chatcmpl-"), ("/v1/completions", "cmpl-")],
+    [
+        ("/generate", ""),
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/completions", "cmpl-"),
+        ("/v1/messages", "msg_"),
+    ],
 )
 def test_ids_are_those_of_the_route(path: str, prefix: str) -> None:
     async def test() -> None:
