@@ -46,7 +46,7 @@ def test_langchain_takes_tool_calls(client_python: Callable[[str], Path], tmp_pa
 
 
 def test_instructor_gets_objects(client_python: Callable[[str], Path], tmp_path: Path) -> None:
-    """By tools and by a schema, from a model with random weights; by JSON, from one that is told what to say."""
+    """By tools and by a schema, from a model with random weights; by JSON, from one that is told them."""
     python, model = client_python("instructor"), write_tool_model(tmp_path / MODEL)
     options: dict[str, Any] = {"max_model_len": 2048, "api_key": KEY}
     with LiveServer(model, **options) as server:

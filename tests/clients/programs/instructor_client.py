@@ -47,7 +47,7 @@ found, reply = client.chat.completions.create_with_completion(**asked)
 assert isinstance(found, Weather), found
 assert reply.choices[0].finish_reason == ("tool_calls" if NAME == "tools" else "stop")
 if NAME == "json":
-    assert found == Weather(city="Rome", degrees=21, rains=True)
+    assert found.model_dump() == {"city": "Rome", "degrees": 21, "rains": True}
 *parts, last = client.chat.completions.create_partial(**asked)
 assert parts and Weather.model_validate(last.model_dump()).city in ("Köln", "Rome")
 print("all done")
