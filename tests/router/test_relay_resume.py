@@ -258,6 +258,28 @@ def test_a_request_that_nobody_can_go_on_with_ends_with_an_error_event() -> None
     run(test())
 
 
+def test_an_error_in_a_stream_of_messages_is_an_event_of_that_name() -> None:
+    """Whether the router makes it, or an engine that should go on refuses the request."""
+    start = b'event: error\ndata: {"type":"error","error":'
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.whole(start.partition(b"data: ")[2] + b"{}}", 400)
+
+    async def test() -> None:
+        first = FakeWorker(dies_behind(3))
+        async with routed(first, resume_timeout_s=0.05) as router:
+            lost = (await router.http.post("/v1/messages", json=STREAM)).content
+            *_, last = lost.split(b"\n\n")[:-1]
+            assert last.startswith(start) and b"none took its place" in last
+        first, second = FakeWorker(dies_behind(3)), busy(FakeWorker(refuse))
+        async with routed(first, second) as router:
+            await settled(router, second)
+            refused = (await router.http.post("/v1/messages", json=STREAM)).content
+            assert second.exchanges and refused.endswith(b"\n\n" + start + b"{}}\n\n")
+
+    run(test())
+
+
 @pytest.mark.parametrize("answer", [begin_only, dies_behind(3)])
 def test_a_stream_that_the_end_of_the_router_cuts_says_so(answer: Answer) -> None:
     async def test() -> None:
