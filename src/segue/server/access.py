@@ -106,7 +106,7 @@ class Gate:
         # All are compared, each in a time that does not tell where it differs.
         matches = [[hmac.compare_digest(each, key) for key in keys] for each in given]
         one = "'Authorization: Bearer <key>' or 'x-api-key: <key>'"
-        if not matches or not all(map(any, matches)):
+        if not any(map(any, matches)):
             raise AuthenticationError(f"a valid key is needed: send the header {one}")
         if not hmac.compare_digest(given[0], given[-1]):
             raise AuthenticationError(f"the two headers have different keys: send one, {one}")
