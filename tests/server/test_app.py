@@ -123,6 +123,7 @@ def test_a_reply_that_is_not_as_described_is_found(document: Any) -> None:
 
 
 def test_every_reply_is_described_and_every_error_has_a_form(document: Any) -> None:
+    assert "$defs" not in str(document), "nothing refers to what the document does not have"
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             replies = resolved(document, operation["responses"])

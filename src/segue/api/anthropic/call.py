@@ -7,7 +7,7 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from segue.api.anthropic.conversation import ChatTurn, turns_of
+from segue.api.anthropic.conversation import ChatTurn, num_pieces, turns_of
 from segue.api.anthropic.requests import CountTokensRequest, InputTool, InputToolChoice, MessagesRequest
 from segue.api.guided import JSONSchemaFormat, ResponseFormat
 from segue.api.openai.chat_fields import ChosenFunction, NamedTool, Tool, ToolChoice, ToolFunction
@@ -17,6 +17,7 @@ from segue.errors import InvalidRequestError, UnsupportedFieldError, invalid_val
 from segue.frontend.chat_template import ChatForm
 from segue.frontend.tokenizer import ServedModel
 
+INLINE_PIECES = 1024  # messages and blocks that are taken on the event loop; more are in a thread
 _CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.function\.arguments")
 # Names of a chat's fields in errors, and what they are here.
 _NAMES = (
@@ -33,8 +34,13 @@ async def messages_call(body: CountTokensRequest, model: ServedModel, reply_id: 
     A ``max_tokens`` that does not fit the context behind the prompt is clamped: the API requires the field,
     and its clients write a number that suits a large context. ``reply_id`` takes the place of a random id.
     """
-    turns = turns_of(body)
-    chat = _chat(body, turns, model.chat)
+
+    def work() -> tuple[list[ChatTurn], ChatCompletionRequest]:
+        turns = turns_of(body)
+        return turns, _chat(body, turns, model.chat)
+
+    is_large = num_pieces(body) > INLINE_PIECES
+    turns, chat = await model.encoder.thread_pool.run(work) if is_large else work()
     try:
         wanted = await chat_call(chat, model, reply_id or f"msg_{uuid.uuid4().hex}")
     except InvalidRequestError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -17,40 +17,51 @@ from segue.api.anthropic.requests import (
     ToolUseBlock,
     UndecodedToolUse,
 )
-from segue.api.openai.chat_fields import CalledFunction, ToolCall
+from segue.api.openai.chat_fields import MAX_ARGUMENTS_CHARS, CalledFunction, ToolCall
 from segue.api.openai.requests import ChatMessage, TextPart
 from segue.errors import InvalidRequestError
 
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A message of the chat, while it is put together."""
+    """A message of the chat, or a part of one."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    parts: list[TextPart] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)  # of the inputs of the calls, in the body
+    parts: Sequence[TextPart] = ()
+    reasoning: Sequence[str] = ()
+    calls: Sequence[ToolCall] = ()
+    places: Sequence[str] = ()  # of the inputs of the calls, in the body
     tool_use_id: str | None = None  # of the call that a result belongs to
 
-    def add(self, more: ChatTurn) -> None:
-        """Take what another message of the same role has."""
-        self.parts += more.parts
-        self.reasoning += more.reasoning
-        self.calls += more.calls
-        self.places += more.places
+    @classmethod
+    def joined(cls, turns: Sequence[ChatTurn]) -> ChatTurn:
+        """Return what neighbours of one role say together."""
+        if len(turns) == 1:
+            return turns[0]
+        return cls(
+            turns[0].role,
+            [part for turn in turns for part in turn.parts],
+            [text for turn in turns for text in turn.reasoning],
+            [call for turn in turns for call in turn.calls],
+            [place for turn in turns for place in turn.places],
+        )
 
     def message(self) -> ChatMessage:
         """Return the message."""
         return ChatMessage(
             role=self.role,
-            content=self.parts,
+            content=list(self.parts),
             tool_call_id=self.tool_use_id,
-            tool_calls=self.calls or None,
+            tool_calls=list(self.calls) or None,
             reasoning="\n".join(self.reasoning) if self.reasoning else None,
         )
+
+
+def num_pieces(body: CountTokensRequest) -> int:
+    """Return how many messages and blocks there are, which says how long :func:`turns_of` takes."""
+    return sum(1 if isinstance(each.content, str) else 1 + len(each.content) for each in body.messages)
 
 
 def turns_of(body: CountTokensRequest) -> list[ChatTurn]:
@@ -64,12 +75,13 @@ def turns_of(body: CountTokensRequest) -> list[ChatTurn]:
     if not body.messages:
         raise InvalidRequestError("messages: must have at least one message", param="messages")
     found: list[ChatTurn] = []
+    neighbours: list[ChatTurn] = []
     for turn in _pieces(body):
-        if found and found[-1].role == turn.role != "tool":
-            found[-1].add(turn)
-        else:
-            found.append(turn)
-    return found
+        if neighbours and not neighbours[-1].role == turn.role != "tool":
+            found.append(ChatTurn.joined(neighbours))
+            neighbours = []
+        neighbours.append(turn)
+    return [*found, ChatTurn.joined(neighbours)]
 
 
 def _pieces(body: CountTokensRequest) -> Iterator[ChatTurn]:
@@ -87,28 +99,31 @@ def _of_blocks(
     role: Literal["system", "user", "assistant"], blocks: Sequence[Block], where: str
 ) -> Iterator[ChatTurn]:
     """Yield the parts of a message; one without blocks is empty."""
-    turn, has_results = ChatTurn(role), False
+    parts: list[TextPart] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    places: list[str] = []
+    has_results = False
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         match block:
             case TextBlock():
-                turn.parts.append(TextPart("text", block.text))
+                parts.append(TextPart("text", block.text))
             case ThinkingBlock():
                 _check_role(role, "assistant", "thinking", place)
-                turn.reasoning.append(block.thinking)
+                reasoning.append(block.thinking)
             case ToolUseBlock() | UndecodedToolUse():
                 _check_role(role, "assistant", "tool_use", place)
-                function = CalledFunction(block.name, _arguments(block))
-                turn.calls.append(ToolCall(function, block.id))
-                turn.places.append(f"{place}.input")
+                places.append(f"{place}.input")
+                calls.append(ToolCall(CalledFunction(block.name, _arguments(block, places[-1])), block.id))
             case ToolResultBlock():
                 _check_role(role, "user", "tool_result", place)
-                if turn.parts:
-                    yield turn
-                turn, has_results = ChatTurn(role), True
+                if parts:
+                    yield ChatTurn(role, parts)
+                parts, has_results = [], True
                 yield ChatTurn("tool", _result(block), tool_use_id=block.tool_use_id)
-    if turn.parts or turn.reasoning or turn.calls or not has_results:
-        yield turn
+    if parts or reasoning or calls or not has_results:
+        yield ChatTurn(role, parts, reasoning, calls, places)
 
 
 def _check_role(role: str, owner: str, kind: str, where: str) -> None:
@@ -124,11 +139,15 @@ def _parts(content: str | list[TextBlock]) -> list[TextPart]:
     return [TextPart("text", block.text) for block in content]
 
 
-def _arguments(block: ToolUseBlock | UndecodedToolUse) -> str:
-    """Return the input of a call as JSON."""
-    if isinstance(block, UndecodedToolUse):
-        return bytes(block.input).decode()
-    return _encode(block.input).decode()
+def _arguments(block: ToolUseBlock | UndecodedToolUse, where: str) -> str:
+    """Return the input of a call as JSON. The chat checks its size; what is far too large is not decoded."""
+    if isinstance(block, ToolUseBlock):
+        return _encode(block.input).decode()
+    given = bytes(block.input)
+    if len(given) > (most := 4 * MAX_ARGUMENTS_CHARS):
+        text = f"{where}: it has {len(given)} bytes of JSON; at most {most} are allowed"
+        raise InvalidRequestError(text, param=where)
+    return given.decode()
 
 
 def _result(block: ToolResultBlock) -> list[TextPart]:

@@ -26,10 +26,24 @@ _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 _INVALID = re.compile(r"nvalid (?:enum )?value ('.{0,80}')")
 
 
+class CacheControl(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    """``cache_control``: it asks for nothing, as every prompt is cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Caller(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    """Who has called a tool: the model is not told."""
+
+    type: str
+    tool_id: str | None = None
+
+
 class _Block(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True, tag_field="type"):
     """Without the collector's bookkeeping: a body may have tens of thousands of these, and no cycles."""
 
-    cache_control: dict[str, Any] | None = None  # asks for nothing: every prompt is cached
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, gc=False, tag="text"):
@@ -42,7 +56,7 @@ class TextBlock(_Block, frozen=True, kw_only=True, gc=False, tag="text"):
 class _ToolUse(_Block, frozen=True, kw_only=True, gc=False, tag="tool_use"):
     id: str
     name: FunctionName
-    caller: dict[str, Any] | None = None  # who has called the tool; the model is not told
+    caller: Caller | None = None
     toolset_name: None = None
 
 
@@ -99,7 +113,7 @@ class InputTool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None  # the input follows the schema wherever it is guided, whatever this says
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None  # inputs are always streamed as they are generated
     defer_loading: bool | None = None  # true is not supported
     input_examples: _Nothing | None = None
