@@ -31,6 +31,9 @@ from segue.server.large_body import (
     tools_of,
 )
 
+# Opening brackets in messages, those in texts included. Inputs of calls may be passed over in one call only,
+# and a text has hardly that many.
+MAX_BRACKETS = 1 << 20
 _messages = msgspec.json.Decoder(list[UndecodedMessage])
 _texts = msgspec.json.Decoder(list[TextBlock])
 _tools = msgspec.json.Decoder(list[InputTool], float_hook=float)
@@ -62,9 +65,12 @@ def _shape(kind: type[CountTokensRequest]) -> Shape:
 
 
 def _blocks(param: str, decoder: msgspec.json.Decoder[list[Any]], data: bytes) -> Decoded:
-    """Decode a list of messages or of blocks; the strings are counted first."""
+    """Decode a list of messages or of blocks; strings and brackets are counted first."""
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many(param, count, MAX_STRINGS, "strings, the names of fields included")
+    brackets = json_pieces.count(data, b"[") + json_pieces.count(data, b"{")
+    if brackets > MAX_BRACKETS:
+        raise too_many(param, brackets, MAX_BRACKETS, "opening brackets")
     return Decoded(structs_of(param, decoder, MAX_MESSAGES, data, {}))
 
 
