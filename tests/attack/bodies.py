@@ -29,6 +29,7 @@ BODIES: dict[str, Builder] = {}
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 
 
 def worst(build: Builder) -> Builder:
@@ -94,6 +95,24 @@ def id_lists(sizes: ServerSizes, num_prompts: int, size: int) -> bytes:
 
 
 # --- conversations ---
+
+
+@worst
+def as_many_blocks_as_are_taken(sizes: ServerSizes) -> Body:
+    blocks = array(b'{"type":"text","text":""}', 26 * 65_000)
+    return MESSAGES, with_fields({"max_tokens": 1}, messages=b'[{"role":"user","content":%b}]' % blocks)
+
+
+@worst
+def as_many_messages_as_are_taken(sizes: ServerSizes) -> Body:
+    pair = b'{"role":"user","content":""},{"role":"assistant","content":""}'
+    return MESSAGES, with_fields({"max_tokens": 1}, messages=array(pair, (len(pair) + 1) * 32_700))
+
+
+@worst
+def many_lists_in_the_input_of_a_call(sizes: ServerSizes) -> Body:
+    use = b'{"type":"tool_use","id":"1","name":"f","input":{"a":%b}}' % array(b"[]")
+    return MESSAGES, with_fields({"max_tokens": 1}, messages=b'[{"role":"assistant","content":[%b]}]' % use)
 
 
 @worst

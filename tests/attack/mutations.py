@@ -22,6 +22,7 @@ MOVED = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]
 BODIES: dict[str, Any] = {
     "/generate": {"text": "Hello", "sampling_params": SAMPLING, "rid": None, "return_logprob": True},
     "/v1/chat/completions": CHAT | {"logprobs": True, "top_logprobs": 2},
+    "/v1/messages": {**{name: CHAT[name] for name in ("messages", "max_tokens", "stream")}, "top_k": 5},
     "/v1/completions": {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 3, "temperature": 0},
     "/v1/responses": {
         "input": CHAT["messages"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,20 @@ def test_langchain_takes_tool_calls(client_python: Callable[[str], Path], tmp_pa
         run(python, "langchain_tools_client", server.url)
 
 
-def run(python: Path, program: str, url: str) -> None:
-    command = [str(python), str(PROGRAMS / f"{program}.py"), url, MODEL, KEY]
+def test_instructor_gets_objects(client_python: Callable[[str], Path], tmp_path: Path) -> None:
+    """By tools and by a schema, from a model with random weights; by JSON, from one that is told them."""
+    python, model = client_python("instructor"), write_tool_model(tmp_path / MODEL)
+    options: dict[str, Any] = {"max_model_len": 2048, "api_key": KEY}
+    with LiveServer(model, **options) as server:
+        run(python, "instructor_client", server.url, "json")
+    guided = {"real": True, "device": "cpu", "dtype": "float32", "reasoning_parser": "none"}
+    with LiveServer(model, **options, **guided) as server:
+        for mode in ("tools", "json_schema"):
+            run(python, "instructor_client", server.url, mode)
+
+
+def run(python: Path, program: str, url: str, *more: str) -> None:
+    command = [str(python), str(PROGRAMS / f"{program}.py"), url, MODEL, KEY, *more]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert result.stdout.endswith("all done\n")

@@ -204,6 +204,8 @@ def test_the_metrics_count_requests_by_worker_and_end() -> None:
         ("POST", "/v1/chat/completions", "user"),
         ("POST", "/v1/completions", "user"),
         ("POST", "/v1/responses", "user"),
+        ("POST", "/v1/messages", "user"),
+        ("POST", "/v1/messages/count_tokens", "user"),
         ("GET", "/v1/models", "user"),
         ("GET", "/v1/models/m", "user"),
         ("GET", "/workers", "admin"),
@@ -225,9 +227,10 @@ def test_each_route_needs_its_key(method: str, path: str, needs: str) -> None:
     async def test() -> None:
         async with routed(api_key="user", admin_api_key="admin") as router:
             for key, opens in (("", ()), ("user", ("user",)), ("admin", ("user", "admin"))):
-                router.http.headers = {"authorization": f"Bearer {key}"} if key else {}
-                reply = await router.http.request(method, path)
-                assert (reply.status_code != 401) == (not needs or needs in opens), key
+                for header in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                    router.http.headers = header if key else {}
+                    reply = await router.http.request(method, path)
+                    assert (reply.status_code != 401) == (not needs or needs in opens), key
 
     run(test())
 

@@ -81,7 +81,7 @@ def test_a_client_that_leaves_closes_the_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render"]
+    "path", ["/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens"]
 )
 def test_a_body_is_passed_on(path: str) -> None:
     async def test() -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from segue.router.prompts import FIRST_GUESS, SEVERAL, BytesPerToken, RequestFacts, cached_tokens
+from segue.router.prompts import (
+    FIRST_GUESS,
+    SEVERAL,
+    BytesPerToken,
+    RequestFacts,
+    cached_tokens,
+    prompt_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +48,19 @@ def test_a_route_learns_from_replies() -> None:
     assert sizes.rate("/generate") == pytest.approx(2.0, rel=0.01)
     assert sizes.rate("/v1/responses") == pytest.approx(8.0, rel=0.01)
     assert sizes.rate("/v1/completions") == FIRST_GUESS
+
+
+def test_tokens_of_a_prompt_are_those_that_were_cached_and_the_others() -> None:
+    start = b'{"usage": {"input_tokens": 200, "cache_read_input_tokens": 0, "output_tokens": 0}}'
+    end = b'{"usage": {"input_tokens": 50, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 150}}'
+    assert prompt_tokens(end) == prompt_tokens(start) == 200 and cached_tokens(start + end) == 150
+    assert prompt_tokens(b'{"text": "no count"}') is None
+    said = msgspec.json.encode({"text": '"input_tokens": 7'})
+    assert prompt_tokens(said) is None, "what a model writes counts nothing"
+    body = b'{"system": "%b", "messages": [1], "tools": [2]}' % (b"x" * 390)
+    facts = BytesPerToken().facts("/v1/messages", body)
+    assert facts.prompt_bytes == 392 + 6 and facts.is_native, "only engines of Segue have this route"
+    assert not BytesPerToken().facts("/v1/chat/completions", body).is_native
 
 
 def test_nothing_is_learned_from_counted_prompts_or_replies_without_a_count() -> None:

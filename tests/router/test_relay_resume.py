@@ -30,7 +30,7 @@ from tests.router.workers import report
 
 NUM_TOKENS = 8
 DONE = b"data: [DONE]\n\n"
-PATHS = ["/generate", "/v1/chat/completions", "/v1/completions"]
+PATHS = ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages"]
 
 
 def token_event(token: int) -> bytes:
@@ -127,6 +127,7 @@ def test_tokens_that_came_one_by_one_are_known_when_a_stream_goes_on() -> None:
         ("/v1/chat/completions", "chatcmpl-"),
         ("/v1/completions", "cmpl-"),
         ("/v1/responses", "resp_"),
+        ("/v1/messages", "msg_"),
     ],
 )
 def test_ids_are_those_of_the_route(path: str, prefix: str) -> None:
@@ -254,6 +255,28 @@ def test_a_request_that_nobody_can_go_on_with_ends_with_an_error_event() -> None
             content = (await request).content
             assert content.startswith(token_event(1)) and b"none took its place" in content
             assert f"worker {worker.id} was lost".encode() in content
+
+    run(test())
+
+
+def test_an_error_in_a_stream_of_messages_is_an_event_of_that_name() -> None:
+    """Whether the router makes it, or an engine that should go on refuses the request."""
+    start = b'event: error\ndata: {"type":"error","error":'
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.whole(start.partition(b"data: ")[2] + b"{}}", 400)
+
+    async def test() -> None:
+        first = FakeWorker(dies_behind(3))
+        async with routed(first, resume_timeout_s=0.05) as router:
+            lost = (await router.http.post("/v1/messages", json=STREAM)).content
+            *_, last = lost.split(b"\n\n")[:-1]
+            assert last.startswith(start) and b"none took its place" in last
+        first, second = FakeWorker(dies_behind(3)), busy(FakeWorker(refuse))
+        async with routed(first, second) as router:
+            await settled(router, second)
+            refused = (await router.http.post("/v1/messages", json=STREAM)).content
+            assert second.exchanges and refused.endswith(b"\n\n" + start + b"{}}\n\n")
 
     run(test())
 

@@ -103,6 +103,10 @@ CASES: dict[str, Case] = {
     "chat, usage and logprobs": openai(CHAT, logprobs=True, top_logprobs=3, **USAGE),
     "chat, bytes of characters": openai(CHAT, logit_bias=BYTES, max_tokens=30),
     "chat, penalties": openai(CHAT, frequency_penalty=1.0, presence_penalty=0.5, min_tokens=4),
+    "messages": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0},
+    ),
     "completion": openai(COMPLETION),
     "completion, logprobs": openai(COMPLETION, logprobs=2, **USAGE),
     "completion, batch": openai(COMPLETION, prompt=["Hello", "How are you?"], **USAGE),

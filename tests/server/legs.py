@@ -96,7 +96,8 @@ def stream(data: bytes) -> Any:
     *blocks, rest = data.decode().split("\n\n")
     assert rest == ""
     if blocks[0].startswith("event: "):
-        return [_comparable(event) for event in named_events(data)]
+        is_response = "response.created" in blocks[0]
+        return [_comparable(event) for event in named_events(data)] if is_response else _messages(blocks)
     texts = [block.removeprefix("data: ") for block in blocks]
     assert texts.index("[DONE]") == len(texts) - 1
     events = [json.loads(text) for text in texts[:-1]]
@@ -118,6 +119,34 @@ def named_events(data: bytes) -> list[dict[str, Any]]:
     ends = [f"response.{name}" for name in ("completed", "incomplete", "failed")]
     assert [event["type"] in ends for event in found] == [False] * (len(found) - 1) + [True]
     return found
+
+
+def _messages(blocks: list[str]) -> Any:
+    """Returns what a stream of `/v1/messages` says: the message that a client puts together."""
+    start, *events, stop = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    names = [block.partition("\n")[0].removeprefix("event: ") for block in blocks]
+    assert names == [event["type"] for event in (start, *events, stop)]
+    assert (start["type"], stop) == ("message_start", {"type": "message_stop"})
+    content: list[dict[str, Any]] = []
+    *of_blocks, last = events
+    is_open = False
+    for event in of_blocks:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert not is_open and index == len(content)
+                content.append({name: value for name, value in block.items() if name != "id"})
+                is_open = True
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert is_open and index == len(content) - 1
+                for name in delta.keys() - {"type"}:
+                    content[-1][name] = content[-1].get(name, "") + delta[name]
+            case {"type": "content_block_stop", "index": index}:
+                assert is_open and index == len(content) - 1
+                is_open = False
+            case _:
+                raise AssertionError(event)
+    assert not is_open and last["type"] == "message_delta" and start["message"]["content"] == []
+    return start["message"] | last["delta"] | {"usage": _comparable(last["usage"])}, content
 
 
 def _native(events: list[dict[str, Any]]) -> Any:
@@ -182,5 +211,11 @@ def _comparable(reply: Any) -> Any:
     if isinstance(reply, list):
         return [_comparable(each) for each in reply]
     if isinstance(reply, dict):
-        return {name: _comparable(value) for name, value in reply.items() if name not in _DIFFERS}
+        if (cached := reply.get("cache_read_input_tokens")) is not None:
+            reply = reply | {"input_tokens": reply["input_tokens"] + cached, "cache_read_input_tokens": 0}
+        return {
+            name: _comparable(value)
+            for name, value in reply.items()
+            if name not in (*_DIFFERS, "prompt_tokens_details")
+        }
     return reply

@@ -101,11 +101,40 @@ def test_every_control_route_needs_the_admin_key(guarded: LiveServer, method: st
     assert guarded.client.post("/resume", headers=bearer(ADMIN)).is_success
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": CLIENT}, 200),
+        ({"x-api-key": ADMIN}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": CLIENT, **bearer(CLIENT)}, 200),
+        ({"x-api-key": CLIENT, **bearer(ADMIN)}, 401),
+        ({"x-api-key": CLIENT, **bearer("wrong")}, 401),
+        ({"x-api-key": "wrong", **bearer(CLIENT)}, 401),
+        ({"x-api-key": CLIENT, "authorization": "Basic x"}, 200),
+    ],
+)
+def test_the_key_may_come_as_anthropics_header(
+    guarded: LiveServer, headers: dict[str, str], status: int
+) -> None:
+    answer = guarded.client.get("/v1/models", headers=headers)
+    assert answer.status_code == status
+    if status == 401:
+        assert "x-api-key" in answer.json()["error"]["message"]
+    is_admin = headers == {"x-api-key": ADMIN}
+    assert guarded.client.get("/server_info", headers=headers).status_code == (200 if is_admin else 401)
+
+
 def test_the_error_has_the_form_of_its_routes(guarded: LiveServer) -> None:
     response = guarded.client.post("/v1/completions", json={})
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
     assert guarded.client.post("/generate", json={}).json()["object"] == "error"
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/nothing"):
+        answer = guarded.client.post(path, json={}).json()
+        assert (answer["type"], answer["error"]["type"]) == ("error", "authentication_error")
+    assert "type" not in guarded.client.post("/v1/messagesx", json={}).json()
     assert guarded.client.post("/begin_weight_update", json={}).json()["success"] is False
     assert guarded.client.post("/prepare_weights_update", json={}).json()["status"] == "error"
 

@@ -33,6 +33,12 @@ CALLS: list[tuple[str, str, Any, int]] = [
     ("POST", "/v1/responses", RESPONSE, 200),
     ("POST", "/v1/responses", {**RESPONSE, "stream": True}, 200),
     ("POST", "/v1/responses", {**RESPONSE, "store": 1, "previous_response_id": "resp_1"}, 400),
+    ("POST", "/v1/messages", {**CHAT, "stop_sequences": ["x"]}, 200),
+    ("POST", "/v1/messages", {**CHAT, "stream": True}, 200),
+    ("POST", "/v1/messages", {**CHAT, "container": "c"}, 400),
+    ("POST", "/v1/messages", {**CHAT, "model": "another"}, 404),
+    ("POST", "/v1/messages/count_tokens", {"messages": CHAT["messages"]}, 200),
+    ("POST", "/v1/messages/count_tokens", {}, 400),
     ("POST", "/v1/completions", {**TEXT, "logprobs": 2}, 200),
     ("POST", "/v1/completions", {**TEXT, "prompt": ["Hello", "World"]}, 200),
     ("POST", "/v1/completions", "Hello", 400),
@@ -121,6 +127,7 @@ def test_a_reply_that_is_not_as_described_is_found(document: Any) -> None:
 
 
 def test_every_reply_is_described_and_every_error_has_a_form(document: Any) -> None:
+    assert "$defs" not in str(document), "nothing refers to what the document does not have"
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             replies = resolved(document, operation["responses"])

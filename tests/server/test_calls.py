@@ -36,6 +36,15 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
             "stream_options": {"include_usage": True},
         },
     ),
+    "messages": (
+        "/v1/messages",
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "stop_sequences": STOPS,
+            "max_tokens": 100,
+        },
+    ),
     "completion": ("/v1/completions", {"model": MODEL, "prompt": "x", "stop": STOPS, "logprobs": 1}),
     "completion without stop": ("/v1/completions", {"model": MODEL, "prompt": "x"}),
     "echo": (

@@ -178,6 +178,94 @@ def test_the_prompt_has_tools_history_and_the_message_that_goes_on(tool_server: 
     assert prompt(ASK, add_generation_prompt=False).endswith("raining?<|im_end|>\n")
 
 
+def messages_body(reply: str = REPLY, **fields: Any) -> dict[str, Any]:
+    function = WEATHER["function"]
+    tool = {name: function[name] for name in ("name", "description")}
+    asked = {"model": MODEL, "messages": ASK, "max_tokens": 1000, "thinking": {"type": "adaptive"}}
+    asked |= {"tools": [{**tool, "input_schema": function["parameters"]}]}
+    return asked | {"chat_template_kwargs": {"reply": reply}} | fields
+
+
+def test_messages_have_blocks_and_say_why_they_end(tool_server: LiveServer) -> None:
+    def post(*args: Any, **fields: Any) -> dict[str, Any]:
+        answer = tool_server.client.post("/v1/messages", json=messages_body(*args, **fields))
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    found = post()
+    assert [block["type"] for block in found["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert found["content"][0] == {"type": "thinking", "thinking": "I look.", "signature": ""}
+    assert [block["input"]["city"] for block in found["content"][2:]] == ["Köln", "Paris"]
+    assert (found["stop_reason"], found["stop_sequence"]) == ("tool_use", None)
+    assert found["id"].startswith("msg_") and found["role"] == "assistant" and found["model"] == MODEL
+    plain = {"thinking": {"type": "disabled"}}
+    assert [block["type"] for block in post(**plain)["content"]] == ["text", "tool_use", "tool_use"]
+    one = post(tool_choice={"type": "auto", "disable_parallel_tool_use": True}, **plain)
+    assert len(one["content"]) == 2
+    for fields, reason, matched, text in (
+        ({}, "end_turn", None, "So it goes."),
+        ({"stop_sequences": ["it", "x"]}, "stop_sequence", "it", "So "),
+        ({"max_tokens": 2}, "max_tokens", None, "So"),
+    ):
+        ended = post("So it goes.", **fields)
+        assert (ended["stop_reason"], ended["stop_sequence"]) == (reason, matched)
+        assert ended["content"][0]["text"].startswith(text) and len(ended["content"]) == 1
+    long = [{"role": "user", "content": "x " * 700}]
+    cut = tool_server.client.post("/v1/messages", json={"messages": long, "max_tokens": 1 << 20}).json()
+    assert cut["stop_reason"] == "model_context_window_exceeded"
+    assert sum(cut["usage"].get(n, 0) for n in ("input_tokens", "output_tokens")) == 2048
+
+
+def test_tokens_of_messages_are_counted(tool_server: LiveServer) -> None:
+    asked = messages_body("So.")
+    usage = tool_server.client.post("/v1/messages", json=asked).json()["usage"]
+    del asked["max_tokens"]
+    reply = tool_server.client.post("/v1/messages/count_tokens", json=asked).json()
+    assert reply == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    many = {"messages": [{"role": "user", "content": "x " * 3000}]}  # more than fit the context
+    assert tool_server.client.post("/v1/messages/count_tokens", json=many).json()["input_tokens"] > 3000
+
+
+@pytest.mark.parametrize("cut_off", [300, 110])
+def test_a_stream_of_messages_goes_on_behind_any_part_of_a_block(
+    tool_server: LiveServer, cut_off: int
+) -> None:
+    asked = messages_body(stream=True, max_tokens=cut_off)
+    told = frames(tool_server, leg_of("/v1/messages", asked))
+    expected = stream(payload(told))
+    assert b"input_json_delta" in payload(told) and b"thinking_delta" in payload(told)
+    whole = tool_server.client.post("/v1/messages", json=messages_body(max_tokens=cut_off)).json()
+    assert expected[0]["stop_reason"] == whole["stop_reason"]
+    for count in range(1, len(told), 19):
+        after = frames(tool_server, leg_of("/v1/messages", asked, outputs=named(told[:count])))
+        assert stream(payload(told[:count]) + payload(after)) == expected, count
+
+
+def test_large_messages_are_taken_and_checked(tool_server: LiveServer) -> None:
+    """Bodies above 16 KiB are decoded field by field, and inputs of calls once their size is known."""
+    use: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {"a": "x" * 20_000}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "Rain."}]}
+    asked = messages_body(system=[{"type": "text", "text": "Be brief."}])
+    asked["messages"] = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+    def error() -> Any:
+        answer = tool_server.client.post("/v1/messages", json=asked)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]
+
+    assert error()["code"] == "context_length_exceeded"
+    use["input"] = ["x" * 20_000]
+    assert error()["param"] == "messages[1].content[0].input"
+    use["input"] = {"a": [[]] * 70_000}
+    assert "opening brackets" in error()["message"]
+    asked["messages"][0] = {"role": "user", "content": [{"type": "image", "source": "x" * 20_000}]}
+    assert error()["param"] == "messages[0].content[0].type"
+    asked["messages"], asked["tools"] = ASK, [{"name": "f" * 40_000}]
+    assert error()["param"].startswith("tools[0]")
+    asked["tools"], asked["system"] = [], [{"type": "text", "words": "x" * 20_000}]
+    assert error()["param"] == "system[0].words"
+
+
 @pytest.mark.slow
 def test_a_forced_call_is_made_whatever_the_model_would_write(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 23]}}, "required": ["a"]}

@@ -15,15 +15,17 @@ from typing import Any, Literal, get_args
 from segue.errors import UnsupportedFieldError, short_repr
 
 # chat, completions, responses: the bodies of OpenAI's routes. responses_text, responses_reasoning: the
-# objects `text` and `reasoning` in the last one. native: the body of `/generate`. sampling: the object
-# `sampling_params` in it. tokens, token_sampling: the same of `/inference/v1/generate`. Fields of these last
-# four that are not in the table are ignored, so it lists only those that would change the reply.
+# objects `text` and `reasoning` in the last one. messages: those of Anthropic's. native: the body of
+# `/generate`. sampling: the object `sampling_params` in it. tokens, token_sampling: the same of
+# `/inference/v1/generate`. Fields of these last four that are not in the table are ignored, so it lists only
+# those that would change the reply.
 Place = Literal[
     "chat",
     "completions",
     "responses",
     "responses_text",
     "responses_reasoning",
+    "messages",
     "native",
     "sampling",
     "tokens",
@@ -145,6 +147,16 @@ _ROWS: tuple[tuple[str, tuple[Place, ...], Values], ...] = (
     ("prompt_logprob_start truncate_prompt_tokens use_beam_search", ("token_sampling",), _EMPTY),
     ("repetition_detection trace_decode_token_ids watermarking", ("token_sampling",), _EMPTY),
     ("routed_experts_prompt_start thinking_token_budget", ("token_sampling",), _EMPTY),
+    # Anthropic's API. Every prompt is cached, so a request to do so asks for nothing.
+    (
+        "metadata service_tier cache_control inference_geo user_profile_id workspace_id",
+        ("messages",),
+        ANYTHING,
+    ),
+    ("speed", ("messages",), ("standard",)),
+    ("container diagnostics output_format", ("messages",), ()),
+    ("mcp_servers", ("messages",), ([],)),
+    ("context_management", ("messages",), ({},)),
     # Only tokenizers of a kind that is not supported put spaces there.
     ("spaces_between_special_tokens", _OPENAI, _BOOLEAN),
 )

@@ -183,7 +183,8 @@ def _schema(kind: Any) -> dict[str, Any]:
             reference = node.get("$ref")
             if isinstance(reference, str):
                 return resolve(definitions[reference.rsplit("/", 1)[-1]])
-            return {key: resolve(value) for key, value in node.items()}
+            # Which of several structs it is, their tags say too; msgspec's mapping refers to the definitions.
+            return {key: resolve(each) for key, each in node.items() if key != "discriminator"}
         return [resolve(each) for each in node] if isinstance(node, list) else node
 
     resolved: dict[str, Any] = resolve(schema)

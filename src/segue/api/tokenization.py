@@ -19,7 +19,7 @@ from segue.api.openai.chat_fields import History, Tools, check_template_argument
 from segue.api.openai.requests import RULES, ChatMessage, Wanted, check_given_model, messages_of
 from segue.api.validation import TokenId, parse
 from segue.errors import InvalidRequestError, UnsupportedFieldError
-from segue.frontend.request import Generation
+from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import SamplingOptions
 from segue.frontend.thread_pool import ThreadPool
 from segue.frontend.tokenizer import INLINE_COST, PIECE_COST, ServedModel, check_token_ids
@@ -88,11 +88,7 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
         text, param = await _rendered_text(body, body.messages, model), "messages"
         has_special = bool(body.add_special_tokens)
     tokenizer = encoder.tokenizer_for(param)
-    most = max(MAX_CHARS, CHARS_PER_TOKEN * encoder.limits.max_seq_len)
-    if len(text) > most:
-        reason = f"{param}: the text has {len(text)} characters; at most {most} are tokenized in one call"
-        raise InvalidRequestError(reason, param=param)
-    await _check_num_tokens(text, param, model)
+    await _check_size(text, param, model)
 
     def work() -> tuple[list[int], list[str | None] | None]:
         ids = tokenizer.encode(text, add_special_tokens=has_special)
@@ -106,6 +102,29 @@ async def tokenize(body: TokenizeBody, model: ServedModel) -> dict[str, Any]:
         "tokens": ids,
         "token_strs": names,
     }
+
+
+async def num_tokens(request: GenerateRequest, model: ServedModel) -> int:
+    """Return how many tokens the prompt of a request has, which may be more than fit the context.
+
+    Raises:
+        InvalidRequestError: the text is longer than what :func:`tokenize` takes.
+    """
+    if not isinstance(text := request.prompt, str):
+        return len(text)
+    await _check_size(text, request.param, model)
+    tokenizer = model.encoder.tokenizer_for(request.param)
+    encode = partial(tokenizer.encode, text, add_special_tokens=request.add_special_tokens)
+    return len(await _run(model.encoder.thread_pool, encode, len(text)))
+
+
+async def _check_size(text: str, param: str, model: ServedModel) -> None:
+    """Raise InvalidRequestError for a text that is too long to be tokenized in one call."""
+    most = max(MAX_CHARS, CHARS_PER_TOKEN * model.encoder.limits.max_seq_len)
+    if len(text) > most:
+        reason = f"{param}: the text has {len(text)} characters; at most {most} are tokenized in one call"
+        raise InvalidRequestError(reason, param=param)
+    await _check_num_tokens(text, param, model)
 
 
 async def _check_num_tokens(text: str, param: str, model: ServedModel) -> None:

@@ -73,6 +73,7 @@ generation = Routes(Access.USER, "Generation")
 @generation.post("/v1/chat/completions/tokens")
 @generation.post("/v1/completions")
 @generation.post("/v1/responses")
+@generation.post("/v1/messages")
 @generation.post("/inference/v1/generate")
 async def generate(request: Request) -> ASGIApp:
     """Generate: the worker that is predicted to be done first answers."""
@@ -85,6 +86,7 @@ async def generate(request: Request) -> ASGIApp:
 @generation.post("/detokenize")
 @generation.post("/v1/chat/completions/render")
 @generation.post("/v1/completions/render")
+@generation.post("/v1/messages/count_tokens")
 async def tokenize(request: Request) -> ASGIApp:
     """What a worker makes of a text or of token ids, without generating."""
     router = router_of(request)

@@ -16,6 +16,7 @@ ID_PREFIXES = {
     "/v1/chat/completions/tokens": "chatcmpl-",
     "/v1/completions": "cmpl-",
     "/v1/responses": "resp_",
+    "/v1/messages": "msg_",
     "/inference/v1/generate": "generate-tokens-",
     "/generate": "",
 }

@@ -14,8 +14,11 @@ from segue.router.index import Keys, keys_of
 FIRST_GUESS = 4.0  # bytes per token, before the first reply
 LEARNED = 0.1  # weight of one more reply
 SEVERAL = 2  # output tokens of a request that may have more than one: how many it will have nobody knows
-_NUM_TOKENS = re.compile(rb'"(?:prompt|input)_tokens": ?(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d+)')
+_NUM_TOKENS = re.compile(rb'"prompt_tokens": ?(\d+)')
+_CACHED_TOKENS = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)": ?(\d+)')
+# In `/v1/responses` this counts all tokens of the prompt, in Anthropic's API those that no cache had.
+_INPUT_TOKENS = re.compile(rb'"input_tokens": ?(\d+)')
+_READ_TOKENS = re.compile(rb'"cache_read_input_tokens": ?(\d+)')
 _EMPTY = msgspec.Raw(b"")
 
 
@@ -23,6 +26,7 @@ class _Body(msgspec.Struct, frozen=True):
     """The fields of all dialects that matter here, not decoded."""
 
     messages: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
     instructions: msgspec.Raw = _EMPTY
     input: msgspec.Raw = _EMPTY
@@ -83,9 +87,9 @@ class BytesPerToken:
             fields = _Body(text=msgspec.Raw(body))
         ids = _json(fields.input_ids, fields.token_ids, fields.tokens)
         text = _json(fields.input, fields.messages, fields.prompt, fields.text)
-        # Templates put the tools before the messages; instructions become the first one.
+        # Templates put the tools before the messages; instructions and a system text become the first one.
         if (fields.messages or fields.input) and not ids:
-            text = _json(fields.tools) + _json(fields.instructions) + text
+            text = _json(fields.tools) + _json(fields.instructions) + _json(fields.system) + text
         if ids or _is_ids(text):
             text = ids or text
             num_tokens, num_bytes = text.count(b",") + 1, 0
@@ -99,24 +103,35 @@ class BytesPerToken:
             num_bytes=num_bytes,
             prompt_bytes=len(text),
             keys=keys_of(text, _json(fields.cache_salt)),
-            is_native=not path.startswith("/v1/"),
+            is_native=not path.startswith("/v1/") or path == "/v1/messages",
             is_stream=bytes(fields.stream) == b"true",
             max_new_tokens=_max_new_tokens(fields, by_vllm=bool(_json(fields.token_ids))),
         )
 
     def learn(self, path: str, facts: RequestFacts, reply: bytes) -> None:
         """Take the number of prompt tokens from a reply, or from a part of it; nothing if it has none."""
-        found = _NUM_TOKENS.search(reply)
-        if found is None or not facts.num_bytes or not (tokens := int(found[1])):
+        if not facts.num_bytes or not (tokens := prompt_tokens(reply)):
             return
         rate = self.rate(path)
         self._rates[path] = rate + LEARNED * (facts.num_bytes / tokens - rate)
 
 
+def prompt_tokens(reply: bytes) -> int | None:
+    """Returns how many tokens a prompt had; None: the reply does not say it."""
+    if (found := _last(_NUM_TOKENS, reply)) is None and (found := _last(_INPUT_TOKENS, reply)) is not None:
+        found += _last(_READ_TOKENS, reply) or 0
+    return found
+
+
 def cached_tokens(reply: bytes) -> int | None:
     """Returns how many prompt tokens a worker had in its prefix cache; None: the reply does not say it."""
-    found = _CACHED_TOKENS.search(reply)
-    return None if found is None else int(found[1])
+    return _last(_CACHED_TOKENS, reply)
+
+
+def _last(pattern: re.Pattern[bytes], reply: bytes) -> int | None:
+    """Returns the last number that a pattern finds: events of one payload may count the same tokens twice."""
+    found = pattern.findall(reply)
+    return int(found[-1]) if found else None
 
 
 def _max_new_tokens(fields: _Body, by_vllm: bool) -> int:

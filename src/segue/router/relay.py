@@ -27,7 +27,7 @@ from segue.router.client_request import ClientRequest
 from segue.router.fleet import Assignment
 from segue.router.foreign import ForeignLeg
 from segue.router.legs import LegError, PrefillLeg, WorkerLeg, names_tokens
-from segue.router.prompts import BytesPerToken, cached_tokens
+from segue.router.prompts import BytesPerToken, cached_tokens, prompt_tokens
 from segue.router.registry import Registry
 from segue.router.reply import ClientReply
 from segue.router.splice import Splice
@@ -299,7 +299,7 @@ class Relay:
         """Learn from the end of a reply how many tokens the prompt had, and how many of them were cached."""
         facts = self._request.facts
         for payload in reversed(last):
-            if b"prompt_tokens" in payload or b"input_tokens" in payload:
+            if prompt_tokens(payload) is not None:
                 self._sizes.learn(self._request.path, facts, payload)
                 cached = cached_tokens(payload)
                 if cached is not None and facts.num_bytes:

@@ -15,8 +15,9 @@ from segue.server.responses import (
     KEEP_ALIVE,
     KEEP_ALIVE_S,
     body_of,
+    encode,
+    error_event,
     error_response,
-    event,
 )
 
 
@@ -63,7 +64,7 @@ class ClientReply:
     async def answer(self, response: Response) -> None:
         """Send an answer instead of the reply; if a stream has begun, as its last event."""
         if self.has_begun:
-            await self.end(b"data: %b\n\n" % bytes(response.body))
+            await self.end(error_event(bytes(response.body), self._path))
             return
         self.has_begun = True
         await response(self._scope, self._receive, self._send)
@@ -73,7 +74,7 @@ class ClientReply:
         if not self.has_begun:
             await self.answer(error_response(error, self._path))
             return
-        await self.end(event(body_of(error, self._path)))
+        await self.end(error_event(encode(body_of(error, self._path)), self._path))
 
     async def end_failed(self, status: int, payload: bytes) -> None:
         """End with a worker's own error: an event of a stream, or a whole body with its status."""

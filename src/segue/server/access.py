@@ -97,12 +97,19 @@ class Gate:
 
         Where the level needs no key, every request passes.
         """
-        keys = self._keys[access]
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # Each key is compared, in a time that does not tell where it differs.
-        matches = [hmac.compare_digest(given.strip(), key) for key in keys or ()]
-        if keys and not (scheme.lower() == b"bearer" and any(matches)):
-            raise AuthenticationError("a valid key is needed: send the header 'Authorization: Bearer <key>'")
+        if not (keys := self._keys[access]):
+            return
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [bearer.strip()] if scheme.lower() == b"bearer" else []
+        if (header := headers.get(b"x-api-key")) is not None:
+            given.append(header.strip())
+        # All are compared, each in a time that does not tell where it differs.
+        matches = [[hmac.compare_digest(each, key) for key in keys] for each in given]
+        one = "'Authorization: Bearer <key>' or 'x-api-key: <key>'"
+        if not any(map(any, matches)):
+            raise AuthenticationError(f"a valid key is needed: send the header {one}")
+        if not hmac.compare_digest(given[0], given[-1]):
+            raise AuthenticationError(f"the two headers have different keys: send one, {one}")
 
 
 Refusal = Callable[[SegueError, str], Response]  # makes the answer to an error, for a path

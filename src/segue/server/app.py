@@ -17,6 +17,7 @@ from segue.server import (
     health,
     info_routes,
     leg_routes,
+    messages_routes,
     metrics,
     tokenization_routes,
     vllm_routes,
@@ -44,6 +45,7 @@ def create_app(config: EngineConfig) -> Starlette:
     """
     modules = (
         generation_routes,
+        messages_routes,
         tokenization_routes,
         leg_routes,
         control_routes,

@@ -11,8 +11,19 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
+from segue.api.anthropic.call import messages_call
+from segue.api.anthropic.errors import error_body
+from segue.api.anthropic.replies import MessageReplies, event_bytes
+from segue.api.anthropic.requests import explained, parse_messages
 from segue.api.native import NativeCall, NativeReplies, parse_call
-from segue.api.openai.replies import ChatDialect, Chunks, CompletionDialect, ReplyChoices, usage
+from segue.api.openai.replies import (
+    PARSED_CHARS,
+    ChatDialect,
+    Chunks,
+    CompletionDialect,
+    ReplyChoices,
+    usage,
+)
 from segue.api.openai.requests import (
     Wanted,
     chat_call,
@@ -22,10 +33,10 @@ from segue.api.openai.requests import (
     parse_completion,
 )
 from segue.api.token_generate import TokenReplies, parse_token_call
-from segue.errors import SegueError
+from segue.errors import InvalidRequestError, SegueError
 from segue.frontend.request import Generation, Output
 from segue.launch.runtime import Runtime
-from segue.server import large_body
+from segue.server import large_body, large_messages
 from segue.server.body import decode_json
 from segue.server.response_calls import ResponsesReply, parse_response
 from segue.server.responses import DONE, event, native_body, openai_body
@@ -173,6 +184,49 @@ class TokenReply:
         return await self._thread_pool.build(lambda: self._replies.whole(outputs), num_entries), num_entries
 
 
+# --- Anthropic ---
+
+
+async def _messages(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
+    try:
+        body = await decode_json(runtime, data, parse_messages, large_messages.messages)
+    except InvalidRequestError as error:
+        raise explained(error) from None
+    return await messages_call(body, runtime.served_model, reply_id)
+
+
+class MessagesReply:
+    """The reply to a call of ``/v1/messages``."""
+
+    def __init__(self, runtime: Runtime, wanted: Wanted, generation: Generation) -> None:
+        context = runtime.manager.encoder.limits.max_seq_len
+        (state,) = generation.states
+        self._replies = MessageReplies(wanted, state, runtime.manager.table, context)
+        self._thread_pool = runtime.manager.thread_pool
+        self._generation = generation
+
+    def preparation(self, index: int) -> None:
+        """Returns None: no event begins with long work."""
+
+    def event(self, index: int, output: Output) -> bytes:
+        """Returns the events for new output."""
+        return self._replies.events(output)
+
+    def last_event(self) -> bytes:
+        """Returns the event that ends the stream."""
+        return self._replies.last_event()
+
+    def failure(self, error: SegueError) -> bytes:
+        """Returns an event with the error."""
+        return event_bytes(error_body(error))
+
+    async def whole(self) -> tuple[Any, int]:
+        """Returns the whole reply, which a thread builds if its text is long."""
+        (output,) = await self._generation.outputs()
+        num_entries = 1 + len(output.text) // PARSED_CHARS
+        return await self._thread_pool.build(lambda: self._replies.whole(output), num_entries), num_entries
+
+
 # --- native ---
 
 
@@ -219,6 +273,7 @@ COMPLETION = CallKind(
 CHAT_TOKENS = CallKind(parse=_chat_tokens, reply=partial(OpenAIReply, ChatDialect), error_body=openai_body)
 TOKENS = CallKind(parse=_tokens, reply=TokenReply, error_body=openai_body)
 RESPONSES = CallKind(parse=parse_response, reply=ResponsesReply, error_body=openai_body)
+MESSAGES = CallKind(parse=_messages, reply=MessagesReply, error_body=error_body)
 NATIVE = CallKind(parse=_native, reply=NativeReply, error_body=native_body)
 CALL_KINDS: Mapping[str, CallKind] = {  # by the path of the route
     "/v1/chat/completions": CHAT,
@@ -226,5 +281,6 @@ CALL_KINDS: Mapping[str, CallKind] = {  # by the path of the route
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
     "/inference/v1/generate": TOKENS,
+    "/v1/messages": MESSAGES,
     "/generate": NATIVE,
 }

@@ -41,7 +41,7 @@ native = Routes(Access.USER, "Native")
 tokens = Routes(Access.USER, "Tokens")
 
 
-async def _answer(request: Request, kind: CallKind) -> ASGIApp:
+async def answer(request: Request, kind: CallKind) -> ASGIApp:
     """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
     runtime = runtime_of(request)
     call = await kind.parse(runtime, await read_bytes(request, runtime.config.max_body_mib), None)
@@ -85,19 +85,19 @@ _GENERATE = body_schema(NativeGenerate) | reply_schema(GenerateReply | list[Gene
 @openai.post("/v1/chat/completions", schema=_CHAT)
 async def chat_completions(request: Request) -> ASGIApp:
     """Continue a conversation."""
-    return await _answer(request, CHAT)
+    return await answer(request, CHAT)
 
 
 @openai.post("/v1/chat/completions/tokens", schema=_CHAT_TOKENS)
 async def chat_completions_of_tokens(request: Request) -> ASGIApp:
     """Continue a conversation whose token ids are given."""
-    return await _answer(request, CHAT_TOKENS)
+    return await answer(request, CHAT_TOKENS)
 
 
 @openai.post("/v1/completions", schema=_COMPLETION)
 async def completions(request: Request) -> ASGIApp:
     """Continue a text, or several."""
-    return await _answer(request, COMPLETION)
+    return await answer(request, COMPLETION)
 
 
 @openai.post("/v1/responses", schema=_RESPONSES)
@@ -109,13 +109,13 @@ async def responses(request: Request) -> ASGIApp:
 @tokens.post("/inference/v1/generate", schema=_TOKENS)
 async def generate_tokens(request: Request) -> ASGIApp:
     """Continue token ids by token ids, in vLLM's form."""
-    return await _answer(request, TOKENS)
+    return await answer(request, TOKENS)
 
 
 @native.post("/generate", schema=_GENERATE)
 async def generate(request: Request) -> ASGIApp:
     """Continue a prompt, or a batch of prompts."""
-    return await _answer(request, NATIVE)
+    return await answer(request, NATIVE)
 
 
 @openai.get("/v1/models", schema=reply_schema(ModelList))

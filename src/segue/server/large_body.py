@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType, structs
@@ -34,6 +34,7 @@ from segue.messages.weight_operations import MAX_PAYLOADS, MAX_TENSORS, Bucket
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError, TooManyItemsError, cut
 
+T = TypeVar("T")
 Decode = Callable[[bytes], Any]  # from the JSON of one value, without white space around it
 MAX_MEMBERS = 1 << 12  # of an object of more than `json_pieces.AT_ONCE` bytes
 SMALL = json_pieces.PIECE  # bytes of a value that is decoded at once, whatever it is
@@ -52,6 +53,9 @@ RULES = {  # what fields that may be large are, in words
     "messages": "a list of messages",
     "input": "a string or a list of items",
     "tools": "a list of functions",
+    "system": "a string or a list of blocks of text",
+    "stop_sequences": "a list of strings",
+    "output_config": "an object",
     "response_format": "an object with a type",
     "structured_outputs": "an object",
     **dict.fromkeys(("choice", "guided_choice"), "a list of strings"),
@@ -145,7 +149,7 @@ def responses(model: ServedModel) -> Shape:
         large={
             "input": _input,
             "instructions": partial(_text, "instructions"),
-            "tools": partial(_tools, _response_tools, response_fields.RULES),
+            "tools": partial(tools_of, _response_tools, response_fields.RULES),
             "text": _text_config,
             "stop": partial(_strings, "stop", MAX_STOPS),
         },
@@ -161,8 +165,8 @@ def generate(model: ServedModel) -> Shape:
         large={
             "text": partial(_prompt, "text", model),
             "input_ids": partial(_prompt, "input_ids", model),
-            "rid": partial(_strings, "rid", model.max_prompts),
-            "request_id": partial(_strings, "request_id", model.max_prompts),
+            "rid": partial(strings_of, "rid", model.max_prompts),
+            "request_id": partial(strings_of, "request_id", model.max_prompts),
             "sampling_params": partial(_params, model.max_prompts),
         },
         refused=unsupported("native"),
@@ -241,7 +245,7 @@ def _text(param: str, data: bytes) -> Any:
     return msgspec.json.decode(data)
 
 
-def _strings(param: str, most: int, data: bytes) -> Any:
+def strings_of(param: str, most: int, data: bytes) -> Any:
     """Decode a string, or a list of at most ``most`` strings; ``param`` is the field, for errors."""
     if data.startswith(b'"'):
         return msgspec.json.decode(data)
@@ -256,8 +260,8 @@ def _sampling(check_biases: Callable[[int], None]) -> dict[str, Decode]:
     return {
         "logit_bias": lambda data: json_pieces.members(data, _biases, check_biases),
         **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _option_ids),
-        "stop": partial(_strings, "stop", MAX_STOPS),
-        **{name: partial(_grammar, name) for name in FIELD_NAMES},
+        "stop": partial(strings_of, "stop", MAX_STOPS),
+        **{name: partial(grammar_of, name) for name in FIELD_NAMES},
     }
 
 
@@ -266,7 +270,7 @@ def _option_ids(data: bytes) -> Decoded:
     return Decoded(json_pieces.token_ids(data, check_num_entries).tolist())
 
 
-def _grammar(param: str, data: bytes) -> Any:
+def grammar_of(param: str, data: bytes) -> Any:
     """Decode a field with a schema or a grammar; the size bound keeps the call short."""
     if len(data) > MAX_GRAMMAR_JSON:
         text = f"{param} has {len(data)} bytes of JSON; at most {MAX_GRAMMAR_JSON} are allowed"
@@ -295,7 +299,7 @@ def _conversation(data: bytes) -> Decoded:
     """Decode ``messages``; the strings are counted first, because one message may have many parts."""
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("messages", count, MAX_STRINGS, "strings, the names of fields included")
-    return Decoded(_structs("messages", _messages, MAX_MESSAGES, data))
+    return Decoded(structs_of("messages", _messages, MAX_MESSAGES, data))
 
 
 def _input(data: bytes) -> Any:
@@ -306,22 +310,22 @@ def _input(data: bytes) -> Any:
         raise MisfitError
     if (count := json_pieces.count_strings(data)) > MAX_STRINGS:
         raise too_many("input", count, MAX_STRINGS, "strings, the names of fields included")
-    return Decoded(_structs("input", _response_items, MAX_MESSAGES, data, response_fields.RULES))
+    return Decoded(structs_of("input", _response_items, MAX_MESSAGES, data, response_fields.RULES))
 
 
 def _text_config(data: bytes) -> Any:
     """Decode ``text`` of a response, which may have a schema."""
     try:
-        return _grammar("text", data)
+        return grammar_of("text", data)
     except msgspec.DecodeError as error:
         raise not_json(error) from None
 
 
-def _tools(decoder: msgspec.json.Decoder[list[Any]], rules: Mapping[str, str], data: bytes) -> Decoded:
+def tools_of(decoder: msgspec.json.Decoder[list[T]], rules: Mapping[str, str], data: bytes) -> Decoded:
     """Decode ``tools``, one after the other."""
     if not data.startswith(b"["):
         raise MisfitError
-    found: list[Any] = []
+    found: list[T] = []
     for index, (start, end) in enumerate(cut(data, MAX_TOOLS, "tools")):
         if end - start > MAX_TOOL_BYTES:
             text = f"tools[{index}] has {end - start} bytes of JSON; at most {MAX_TOOL_BYTES} are allowed"
@@ -333,10 +337,10 @@ def _tools(decoder: msgspec.json.Decoder[list[Any]], rules: Mapping[str, str], d
     return Decoded(found)
 
 
-_chat_tools = partial(_tools, _tool_list, openai.RULES)
+_chat_tools = partial(tools_of, _tool_list, openai.RULES)
 
 
-def _structs(
+def structs_of(
     param: str,
     decoder: msgspec.json.Decoder[list[Any]],
     most: int,
@@ -364,7 +368,7 @@ def _all_buckets(data: bytes) -> Decoded:
     most = 2 * MAX_TENSORS + 3 * MAX_BUCKETS
     if (count := json_pieces.count(data, b'"') // 2) > most:
         raise too_many("buckets", count, most, "strings, the names of fields included")
-    found = _structs("buckets", _buckets, MAX_BUCKETS, data)
+    found = structs_of("buckets", _buckets, MAX_BUCKETS, data)
     if len(found) > MAX_BUCKETS:
         raise too_many("buckets", len(found), MAX_BUCKETS, "buckets")
     return Decoded([_bucket(each) for each in found])
@@ -426,14 +430,14 @@ _UPDATE_INFO = Shape(
     refused=frozenset(("ipc_handles", "ipc_handles_pickled")),
 )
 _CONTROL: dict[str, Decode] = {
-    "request_ids": partial(_strings, "request_ids", MAX_ABORTED),
+    "request_ids": partial(strings_of, "request_ids", MAX_ABORTED),
     "update_info": lambda data: Decoded(decode_fields(data, _UPDATE_INFO)),
     "buckets": _all_buckets,
     "names": _names,
     "dtypes": _names,
     "shapes": _shapes,
     "checksums": _all_checksums,
-    "serialized_named_tensors": partial(_strings, "serialized_named_tensors", MAX_PAYLOADS),
+    "serialized_named_tensors": partial(strings_of, "serialized_named_tensors", MAX_PAYLOADS),
 }
 
 

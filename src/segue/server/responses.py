@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from segue.api.anthropic.errors import error_body
 from segue.config import MIB
 from segue.errors import SegueError
 from segue.frontend.thread_pool import INLINE_ENTRIES, ThreadPool
@@ -35,6 +36,7 @@ HEADERS = {  # of errors, by status
 
 # How paths begin whose errors have OpenAI's form.
 OPENAI_PATHS = ("/v1/", "/inference/v1/", "/tokenize", "/detokenize")
+MESSAGES = "/v1/messages"  # errors of this route, and of those below it, have Anthropic's form
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, such as in a pause, after which a comment keeps the connection open
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -215,7 +217,20 @@ def native_body(error: SegueError) -> dict[str, Any]:
 
 def body_of(error: SegueError, path: str) -> dict[str, Any]:
     """Returns the body of an error on a client's route: in OpenAI's form on its routes and on vLLM's."""
+    if has_messages_form(path):
+        return error_body(error)
     return openai_body(error) if path.startswith(OPENAI_PATHS) else native_body(error)
+
+
+def has_messages_form(path: str) -> bool:
+    """Whether the errors of a route have Anthropic's form."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def error_event(body: bytes, path: str) -> bytes:
+    """Returns the last event of a stream that failed on a client's route, from the error's body in JSON."""
+    name = b"event: error\n" if has_messages_form(path) else b""
+    return b"%bdata: %b\n\n" % (name, body)
 
 
 def error_response(error: SegueError, path: str, body: dict[str, Any] | None = None) -> Response:

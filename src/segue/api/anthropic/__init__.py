@@ -1,0 +1,1 @@
+"""The Anthropic dialect: the Messages API, over the chats of :mod:`segue.api.openai`."""
