@@ -476,6 +476,7 @@ class TokenizerManager:
                 self.stats.prompt_tokens += len(state.prompt_ids)
             self.stats.finished[state.finish(finished).reason] += 1
         self.stats.request.observe(now - state.created)
+        self.stats.note_times(finished.times)
         self._forget(state)
 
     def _forget(self, state: RequestState) -> None:

@@ -73,6 +73,8 @@ class Relay:
         self._attempts = Attempts()
         self._leg: WorkerLeg | None = None  # that answers the client
         self._prefill: PrefillLeg | None = None  # of the last pair
+        self._began = time.monotonic()
+        self._has_first_token = False
         self._num_attempts = 0
         self._num_frames_before = 0  # with tokens, when the last pair was sent
         self._num_tokens_before = 0  # when the last attempt began
@@ -94,8 +96,11 @@ class Relay:
             choice = await self._choose(error, reply)
             if isinstance(choice, Refuse):
                 return await self._give_up(reply, error, choice)
+            if not self._num_attempts:
+                self._observe("queue")
             try:
-                return await self._attempt(choice, reply)
+                await self._attempt(choice, reply)
+                return self._observe("request")
             except LegError as failure:
                 error = failure
                 self._close_leg()
@@ -109,6 +114,10 @@ class Relay:
                 return
             text = "request %s goes on elsewhere, because worker %s failed: %s"
             logger.warning(text, self._request.id, error.worker.id, error)
+
+    def _observe(self, name: str) -> None:
+        """Count the time since the request came, in the histogram of this name."""
+        self._registry.counters.observe(name, time.monotonic() - self._began)
 
     @property
     def _is_begun(self) -> bool:
@@ -266,6 +275,9 @@ class Relay:
     async def _pass_on(self, leg: WorkerLeg, frames: list[Frame], reply: ClientReply) -> tuple[bytes, bytes]:
         """Pass payloads on as they come; returns the last two, from which something can be learned."""
         splice, before, is_stream = self._splice, b"", self._request.facts.is_stream
+        if is_stream and not self._has_first_token and any(map(_has_token, frames)):
+            self._has_first_token = True
+            self._observe("first_token")
 
         def push(frame: Data) -> bool:
             nonlocal before
@@ -324,3 +336,7 @@ class Relay:
             lost = f"worker {error.worker.id} was lost ({error})"
             why = refusal.error().message if refusal else "too many workers have failed at this request"
             await reply.fail(NoWorkerError(f"{lost}, and none took its place: {why}; send the request again"))
+
+
+def _has_token(frame: Frame) -> bool:
+    return type(frame) is Data and bool(frame.outputs or frame.payload)

@@ -31,6 +31,7 @@ from segue.messages.requests import (
     Finished,
     FinishReason,
     Rejected,
+    RequestTimes,
     unpack_ids,
 )
 from segue.messages.steps import StepPlan, StepResult
@@ -198,6 +199,12 @@ class Scheduler:
                 if start < count or not request.most_outputs
             ],
             error=None if error is None else error.__name__,
+            times=RequestTimes(
+                added=request.added_at,
+                admitted=request.admitted_at,
+                prefilled=request.first_at,
+                taken_over=request.taken_over_at,
+            ),
         )
 
     def retract(self, request: Request) -> None:
