@@ -10,7 +10,7 @@ import pytest
 from segue.laps.cost import StepWork
 from segue.laps.pick import PrefillChoice, PrefillView
 from segue.messages.control import LapsLimits
-from segue.messages.requests import RequestTimes
+from segue.messages.requests import PhaseTimes
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.prefill import FirstCome
 from segue.scheduler.request import Request
@@ -152,8 +152,8 @@ def test_a_request_reports_when_it_came_was_admitted_and_had_its_first_token() -
     sim.apply()
     sim.pass_time(1.0)
     sim.run()
-    assert sim.finished["first"].times == RequestTimes(added=1.0, admitted=3.0, prefilled=4.0)
-    assert sim.finished["second"].times == RequestTimes(added=2.0, admitted=5.0, prefilled=5.0)
+    assert sim.finished["first"].times == PhaseTimes(added=1.0, admitted=3.0, prefilled=4.0)
+    assert sim.finished["second"].times == PhaseTimes(added=2.0, admitted=5.0, prefilled=5.0)
 
 
 def test_tokens_that_are_looked_up_and_found_are_counted() -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import get_args
 
 from segue.messages.control import Counters
-from segue.messages.requests import FinishReason, RequestTimes
+from segue.messages.requests import FinishReason, PhaseTimes
 
 # Upper bounds of the histograms, in milliseconds and in seconds.
 FIRST_TOKEN_MS = (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10000, 20000, 40000)
@@ -59,7 +59,7 @@ class Stats:
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S, per_second=1))
     step: Histogram = field(default_factory=lambda: Histogram(STEP_MS))
 
-    def note_times(self, times: RequestTimes) -> None:
+    def note_times(self, times: PhaseTimes) -> None:
         """Count how long a request that has ended has waited, and how long its prompt took."""
         if times.admitted:
             self.queue.observe(times.admitted - times.added)

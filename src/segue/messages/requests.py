@@ -132,7 +132,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str | None = None
 
 
-class RequestTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """When a request went from one phase to the next, by the host's monotonic clock; 0: it did not."""
 
     added: float = 0.0  # it came to the scheduler
@@ -141,7 +141,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     taken_over: float = 0.0  # the KV of its prompt had come from a prefill worker
 
 
-NO_TIMES = RequestTimes()
+NO_TIMES = PhaseTimes()
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -162,7 +162,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # no token was asked for, there is one of no tokens: the weights that the prompt's end was computed with.
     versions: list[tuple[str, int, int]] = []
     error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
-    times: RequestTimes = NO_TIMES
+    times: PhaseTimes = NO_TIMES
 
     @property
     def client_reason(self) -> str:

@@ -30,8 +30,8 @@ from segue.messages.requests import (
     Finish,
     Finished,
     FinishReason,
+    PhaseTimes,
     Rejected,
-    RequestTimes,
     unpack_ids,
 )
 from segue.messages.steps import StepPlan, StepResult
@@ -199,7 +199,7 @@ class Scheduler:
                 if start < count or not request.most_outputs
             ],
             error=None if error is None else error.__name__,
-            times=RequestTimes(
+            times=PhaseTimes(
                 added=request.added_at,
                 admitted=request.admitted_at,
                 prefilled=request.first_at,
