@@ -101,3 +101,9 @@ class Collector:
                         {each.key: _value(each.value) for each in span.attributes},
                     )
                     self.spans.append(seen)
+
+
+def only(spans: list[SeenSpan]) -> SeenSpan:
+    """Returns the one span of a list."""
+    assert len(spans) == 1, [(span.service, span.name) for span in spans]
+    return spans[0]

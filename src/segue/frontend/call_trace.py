@@ -185,9 +185,9 @@ class EngineTracing:
     def _of_update(
         self, update: EndedUpdate, version: str, place: TraceContext, parent: TraceContext | None
     ) -> Iterator[EndedSpan]:
-        phases = sorted((at, name) for name, at in update.times.items())
-        ends = [at for at, _ in phases[1:]] + [update.ended]
-        for (at, name), end in zip(phases, ends, strict=True):
+        phases = sorted(update.times.items(), key=lambda phase: phase[1])  # of equal ones, as they came
+        ends = [at for _, at in phases[1:]] + [update.ended]
+        for (name, at), end in zip(phases, ends, strict=True):
             if name in PHASES:
                 yield EndedSpan(PHASES[name], self.tracer.child(place), place.span_id, at, end)
         attributes: dict[str, Attribute] = {
