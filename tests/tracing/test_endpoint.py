@@ -34,6 +34,12 @@ def test_what_is_no_url_of_a_collector_is_refused(kind: type, url: str) -> None:
         kind(otlp_traces_endpoint=url)
 
 
+def test_a_password_in_the_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"^otlp_traces_endpoint: .*OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        EngineConfig(otlp_traces_endpoint="http://me:hunter2@c:4318")
+    assert "hunter2" not in str(caught.value)
+
+
 def test_without_the_packages_the_option_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> object:
         if name.startswith("opentelemetry"):

@@ -24,6 +24,9 @@ def parse_endpoint(url: str, name: str) -> str:
     if not is_valid or parts.scheme not in ("http", "https") or parts.fragment or not url.isprintable():
         text = "expected the URL of a collector that takes OTLP over HTTP, like http://collector:4318"
         raise ConfigError(f"{name}={url!r}: {text}", param=name)
+    if "@" in parts.netloc:  # it would be shown where options are
+        text = "a name or a password in the URL is not allowed; send a key by OTEL_EXPORTER_OTLP_HEADERS"
+        raise ConfigError(f"{name}: {text}", param=name)
     if not OTEL.is_installed:
         text = "it needs the packages of OpenTelemetry, which are not installed; install them with"
         raise ConfigError(f"{name}={url!r}: {text}: {OTEL.remedy}", param=name)

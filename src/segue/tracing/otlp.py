@@ -34,13 +34,13 @@ _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": Sp
 _SCOPE = InstrumentationScope("segue", __version__)
 
 
-class _LastError(logging.Handler):
-    """Keeps what the exporter says last, which would otherwise be a line of the log for each batch."""
+class _Reason(logging.Handler):
+    """Keeps what the exporter says of a batch, which would otherwise be lines of the log for each batch."""
 
-    text = "the collector did not take them"
+    text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()  # the first line has the cause, the last that it gave up
 
 
 def open_tracer(url: str, service: str, instance: str) -> Tracer:
@@ -56,18 +56,19 @@ def open_tracer(url: str, service: str, instance: str) -> Tracer:
     if not os.environ.get("OTEL_SERVICE_NAME") and f"{SERVICE_NAME}=" not in variables:
         own[SERVICE_NAME] = service
     provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
-    exporter, last = OTLPSpanExporter(url), _LastError()
+    exporter, reason = OTLPSpanExporter(url), _Reason()
     for name in ("opentelemetry.exporter", "opentelemetry.sdk.trace.export"):
-        logging.getLogger(name).addHandler(last)
+        logging.getLogger(name).addHandler(reason)
         logging.getLogger(name).propagate = False
 
     def send(spans: Sequence[EndedSpan]) -> str | None:
+        reason.text = ""
         offset = time.time_ns() - time.monotonic_ns()
         try:
             result = exporter.export([_made(span, provider.resource, offset) for span in spans])
         except Exception as error:  # whatever goes wrong in there costs spans alone
             return repr(error)
-        return None if result is SpanExportResult.SUCCESS else last.text
+        return None if result is SpanExportResult.SUCCESS else reason.text or "it did not take them"
 
     def sampler(parent: TraceContext | None, trace_id: int, name: str) -> tuple[bool, str]:
         context = None if parent is None else set_span_in_context(NonRecordingSpan(_context(parent, True)))
