@@ -55,11 +55,11 @@ def rate(name: str, legend: str, *labels: str) -> Query:
     return Query(f"sum{by} (rate(segue:{name}_total{ENGINE}[$__rate_interval]))", legend)
 
 
-def quantiles(name: str, *labels: str) -> list[Query]:
+def quantiles(name: str, *labels: str, of_whom: str = ENGINE) -> list[Query]:
     """The median and high quantiles of a histogram of engines, by labels."""
     by = ", ".join(("le", *labels))
     of = "".join(f" {{{{{label}}}}}" for label in labels)
-    buckets = f"sum by ({by}) (rate(segue:{name}_bucket{ENGINE}[$__rate_interval]))"
+    buckets = f"sum by ({by}) (rate(segue:{name}_bucket{of_whom}[$__rate_interval]))"
     return [
         Query(f"histogram_quantile({quantile}, {buckets})", f"p{round(100 * quantile)}{of}")
         for quantile in (0.5, 0.9, 0.99)
@@ -76,6 +76,11 @@ def router(name: str, legend: str, *labels: str) -> Query:
     """The growth per second of a counter of routers, by labels."""
     by = f" by ({', '.join(labels)})" if labels else ""
     return Query(f"sum{by} (rate(segue:router_{name}_total{ROUTER}[$__rate_interval]))", legend)
+
+
+def router_quantiles(name: str) -> list[Query]:
+    """The median and high quantiles of a histogram of routers."""
+    return quantiles(f"router_{name}_seconds", of_whom=ROUTER)
 
 
 ROWS: dict[str, list[Panel]] = {
@@ -95,6 +100,8 @@ ROWS: dict[str, list[Panel]] = {
             [rate("prompt_tokens", "prompt tokens/s"), rate("generation_tokens", "output tokens/s")],
         ),
         Panel("Time to first token", "s", quantiles("time_to_first_token_seconds")),
+        Panel("Time in the queue", "s", quantiles("queue_time_seconds"), "Until the first step of a prompt."),
+        Panel("Time of a prompt", "s", quantiles("prefill_time_seconds"), "Until the first token."),
         Panel("Time between tokens", "s", quantiles("inter_token_latency_seconds")),
         Panel("Time of a whole request", "s", quantiles("e2e_request_latency_seconds")),
     ],
@@ -218,6 +225,14 @@ ROWS: dict[str, list[Panel]] = {
             [Query(f"segue:router_worker_serves{ROUTER}", "{{worker}}")],
             "1: it gets requests.",
         ),
+        Panel(
+            "Time until a worker is chosen",
+            "s",
+            router_quantiles("queue_time"),
+            "Of all requests.",
+        ),
+        Panel("Time to first token of streams", "s", router_quantiles("time_to_first_token")),
+        Panel("Time of a whole request", "s", router_quantiles("e2e_request_latency")),
         Panel("Legs, by end", "reqps", [router("requests", "{{worker}} {{end}}", "worker", "end")]),
         Panel(
             "Lost workers and refusals",

@@ -27,6 +27,7 @@ from segue.options import (
     parse_sizes,
     parse_urls,
 )
+from segue.tracing.endpoint import parse_endpoint
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -363,6 +364,12 @@ class EngineConfig(Options):
         "Whose names /metrics uses, separated by commas: segue, and vllm and sglang for those metrics that "
         "mean the same there.",
         check=parse_metric_names,
+    )
+    otlp_traces_endpoint: str | None = _server(
+        None,
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, like http://collector:4318: it gets "
+        "spans of requests and of weight updates. Default: there are none.",
+        check=parse_endpoint,
     )
     compat: Compat = _server(
         "none",

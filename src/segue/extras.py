@@ -17,12 +17,19 @@ class Extra:
     @property
     def is_installed(self) -> bool:
         """Whether one of the modules can be found. It is not imported, which may fail or take seconds."""
-        return any(find_spec(module) is not None for module in self.modules)
+        return any(map(_is_found, self.modules))
 
     @property
     def remedy(self) -> str:
         """The command that installs it, into the environment of this process."""
         return f"{installer()} install 'segue[{self.name}]'"
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that the module is in is missing
+        return False
 
 
 def installer() -> str:
@@ -42,4 +49,9 @@ NIXL = Extra(
 )
 ETCD = Extra(name="etcd", modules=("etcd3gw",), purpose="--discovery etcd")
 KUBERNETES = Extra(name="kubernetes", modules=("kubernetes_asyncio",), purpose="--discovery kubernetes")
-EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES)}
+OTEL = Extra(
+    name="otel",
+    modules=("opentelemetry.exporter.otlp.proto.http",),
+    purpose="--otlp-traces-endpoint: spans of requests and of weight updates",
+)
+EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES, OTEL)}

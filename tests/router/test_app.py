@@ -7,7 +7,8 @@ import pytest
 from segue.router.app import create_router_app
 from segue.router.config import RouterConfig
 from segue.router.entry import LEFT
-from tests.router.fake_servers import STREAM, FakeWorker, routed, run, until
+from segue.router.webpage import RouterFeedSource
+from tests.router.fake_servers import STREAM, Exchange, FakeWorker, routed, run, until
 from tests.router.test_relay import begin_only
 
 
@@ -193,6 +194,24 @@ def test_the_metrics_count_requests_by_worker_and_end() -> None:
             text = (await router.http.get("/metrics")).text
             assert f'segue:router_requests_total{{end="answered",worker="{worker.id}"}} 1.0' in text
             assert f'segue:router_worker_serves{{worker="{worker.id}"}} 1.0' in text
+            source = RouterFeedSource(router.router)
+            assert source.sample(1.0)["first_token_s"] is None
+
+            async def answer(exchange: Exchange) -> None:
+                exchange.begin()
+                exchange.send(b"data: 1\n\n")
+                exchange.send(b"data: 2\n\n")
+                exchange.end(b"data: [DONE]\n\n")
+
+            worker.answer = answer
+            await router.generate(stream=True)
+            text = (await router.http.get("/metrics")).text
+            counts = {"queue_time": 2, "time_to_first_token": 1, "e2e_request_latency": 2}  # one is no stream
+            for name, count in counts.items():
+                assert f"segue:router_{name}_seconds_count {count}.0" in text
+                assert f'segue:router_{name}_seconds_bucket{{le="+Inf"}} {count}.0' in text
+            assert source.sample(1.0)["first_token_s"] > 0  # since the sample before
+            assert source.sample(1.0)["first_token_s"] is None
 
     run(test())
 

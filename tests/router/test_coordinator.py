@@ -142,16 +142,18 @@ def test_requests_in_flight_are_counted_whichever_process_is_asked(shared: Share
 
 
 def test_ends_of_requests_are_counted_in_one_sum(shared: SharedRouter) -> None:
-    async def total() -> int:
+    async def total() -> tuple[int, int]:
         lines = (await shared.router.http.get("/metrics")).text.splitlines()
         ended = [line for line in lines if line.startswith("segue:router_requests_total{")]
-        return sum(int(float(line.split()[1])) for line in ended)
+        name = "segue:router_e2e_request_latency_seconds_count"
+        (timed,) = [line for line in lines if line.startswith(name)]
+        return sum(int(float(line.split()[1])) for line in ended), int(float(timed.split()[1]))
 
     async def test() -> None:
-        before = await total()
+        ended, timed = await total()
         replies = await shared.each_time(lambda client: client.post("/generate", json={"text": "Hello"}))
         assert [reply.content for reply in replies] == [REPLY] * MANY
-        assert await total() == before + MANY
+        assert await total() == (ended + MANY, timed + MANY)
 
     shared.run(test)
 

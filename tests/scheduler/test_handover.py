@@ -13,6 +13,7 @@ from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, PushEnded, 
 from segue.messages.requests import (
     AddRequest,
     Handoff,
+    PhaseTimes,
     Rejected,
     SamplingParams,
     TokenLogprob,
@@ -229,8 +230,11 @@ def test_kv_of_other_weights_does_not_wait_for_nothing(
 
 
 def test_a_request_whose_kv_has_landed_goes_on_behind_its_first_token(decode: DecodeWorker) -> None:
+    decode.pass_time(1.0)
     rid = decode.claim()
+    decode.pass_time(1.0)
     decode.land()
+    decode.pass_time(1.0)
     plan = decode.launch()
     assert plan is not None
     assert (plan.num_decode, plan.starts, plan.lens) == (1, [len(PROMPT)], [1])
@@ -238,6 +242,7 @@ def test_a_request_whose_kv_has_landed_goes_on_behind_its_first_token(decode: De
     decode.run()  # the device has checked each position that was read, and this checks the output
     assert decode.finished[rid].num_tokens == PARAMS.max_new_tokens
     assert decode.finished[rid].cached_tokens == 2, "what the prefill worker found in its cache"
+    assert decode.finished[rid].times == PhaseTimes(added=1.0, prefilled=2.0, taken_over=3.0)
 
 
 def test_nothing_is_adopted_before_its_kv_has_landed(decode: DecodeWorker) -> None:

@@ -10,6 +10,7 @@ import pytest
 from segue.laps.cost import StepWork
 from segue.laps.pick import PrefillChoice, PrefillView
 from segue.messages.control import LapsLimits
+from segue.messages.requests import PhaseTimes
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.prefill import FirstCome
 from segue.scheduler.request import Request
@@ -138,6 +139,21 @@ def test_a_retracted_request_reports_what_its_first_admission_found_in_the_cache
     sim.scheduler.retract(sim.scheduler.requests["r"])
     sim.run()
     assert sim.finished["r"].cached_tokens == 0
+
+
+def test_a_request_reports_when_it_came_was_admitted_and_had_its_first_token() -> None:
+    sim = Simulation(page_size=4, max_running_requests=1)
+    for rid, at in (("first", 1.0), ("second", 2.0)):
+        sim.pass_time(at - sim.now)
+        sim.add(rid, [1] * 8, max_new_tokens=2)
+    sim.pass_time(1.0)
+    sim.launch()
+    sim.pass_time(1.0)
+    sim.apply()
+    sim.pass_time(1.0)
+    sim.run()
+    assert sim.finished["first"].times == PhaseTimes(added=1.0, admitted=3.0, prefilled=4.0)
+    assert sim.finished["second"].times == PhaseTimes(added=2.0, admitted=5.0, prefilled=5.0)
 
 
 def test_tokens_that_are_looked_up_and_found_are_counted() -> None:

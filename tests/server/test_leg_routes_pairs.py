@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from segue.frontend.call_trace import EngineTracing
 from segue.messages.leg import RETRYABLE, Data, End
+from segue.tracing.opening import tracer_of
+from tests.router.fake_servers import routed, run, until
 from tests.server.leg_fleet import (
     CASES,
     CHAT,
     COMPLETION,
+    MODEL,
     ROOMS,
     USAGE,
     Case,
@@ -22,6 +26,7 @@ from tests.server.leg_fleet import (
     tokens,
 )
 from tests.server.legs import frames, leg_of, named, payload, post, reading, stream, whole_body
+from tests.support.collector import Collector, only
 
 
 @each_case
@@ -123,3 +128,67 @@ def test_a_client_s_own_pair_hands_each_choice_over(fleet: Fleet) -> None:
     assert [each["output_ids"] for each in found] == [each["output_ids"] for each in expected]
     assert first.result(60).status_code == 200
     assert fleet.handover()["num_adopted"] == before + 3 and fleet.handover()["recomputed"] == {}
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SERVER, CLIENT = 2, 3  # kinds of OTLP
+
+
+def test_a_request_through_a_router_is_one_tree_of_spans(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = openai(CHAT, max_tokens=5, temperature=0.5)
+    engines = (fleet.prefill, fleet.one)
+    with Collector() as collector:
+        for server in engines:
+            tracer = tracer_of(collector.url, "segue", server.url)
+            assert tracer is not None
+            tracing = EngineTracing(tracer, MODEL)
+            monkeypatch.setattr(server.runtime, "tracing", tracing)
+            monkeypatch.setattr(server.runtime.manager, "tracing", tracing)
+
+        async def test() -> None:
+            options = {"otlp_traces_endpoint": collector.url, "local_prefill_tokens": 0}
+            async with routed(**options) as router:
+                entries = [router.router.add(server.url) for server in engines]
+                await until(lambda: all(each.why_not(0.0) is None for each in entries), "both serve")
+                headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
+                reply = await router.http.post(path, json=body, headers=headers)
+                assert reply.json()["usage"]["completion_tokens"] == 5
+
+        run(test())
+        for server in engines:
+            server.assert_nothing_left()
+            assert server.runtime.tracing is not None
+            server.runtime.tracing.close()
+    spans = collector.spans
+    assert {span.trace_id for span in spans} == {TRACE}
+    assert len({span.span_id for span in spans}) == len(spans) == 1 + 1 + 2 + 2 + 6
+
+    root = only(collector.named("chat", "segue-router"))
+    assert (root.parent, root.kind, root.error) == (SPAN, SERVER, "")
+    chosen = only(collector.named("queue", "segue-router"))
+    assert (chosen.parent, chosen.attributes["segue.router.choice"]) == (root.span_id, "pair")
+    calls, inner = {}, {}
+    for kind in ("prefill", "decode"):
+        leg = only(collector.named(f"leg {kind}", "segue-router"))
+        assert (leg.parent, leg.kind, leg.error) == (root.span_id, CLIENT, "")
+        call = calls[kind] = only([span for span in spans if span.parent == leg.span_id])
+        assert (call.name, call.service, call.kind) == (f"chat {MODEL}", "segue", SERVER)
+        inner[kind] = {span.name: span for span in spans if span.parent == call.span_id}
+    assert inner["prefill"].keys() == {"receive", "queue", "prefill"}
+    assert inner["decode"].keys() == {"receive", "hand-over", "decode"}
+
+    about = calls["decode"].attributes
+    assert about["segue.leg.kind"] == "decode"
+    assert about["gen_ai.operation.name"] == "chat" and about["gen_ai.provider.name"] == "segue"
+    assert about["gen_ai.request.model"] == MODEL and about["gen_ai.request.max_tokens"] == 5
+    assert about["gen_ai.request.temperature"] == 0.5
+    assert about["gen_ai.usage.output_tokens"] == 5 and about["gen_ai.usage.input_tokens"] > 5
+    assert about["gen_ai.response.finish_reasons"] == ["length"]
+    assert 0 < about["gen_ai.response.time_to_first_chunk"] < 20
+    order = [inner["prefill"]["queue"], inner["prefill"]["prefill"], inner["decode"]["decode"]]
+    assert [span.start for span in order] == sorted(span.start for span in order)
+    assert inner["decode"]["hand-over"].end == inner["decode"]["decode"].start
+    slack = 2_000_000  # ns: the host's clock and Unix time are compared anew for each batch
+    assert all(root.start - slack <= span.start <= span.end <= root.end + slack for span in spans)

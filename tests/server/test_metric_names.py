@@ -87,3 +87,14 @@ def test_those_who_know_other_engines_find_what_they_read(server: LiveServer) ->
 def test_other_names_than_those_are_refused(names: str) -> None:
     with pytest.raises(ConfigError, match=r"^metric_names="):
         EngineConfig(metric_names=names)
+
+
+def test_times_of_phases_have_the_names_of_the_engines_that_have_them() -> None:
+    times = Histogram((1000.0,))
+    made = [_histogram("m", f"{phase}_time_seconds", "Time.", times) for phase in ("queue", "prefill")]
+    names = {metric.name for metric in named(made, ["vllm", "sglang"])}
+    assert names == {
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "sglang:queue_time_seconds",
+    }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,9 @@ def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> 
     assert values["e2e_request_latency_seconds_sum"] >= values["time_to_first_token_seconds_sum"] > 0
     assert values["inter_token_latency_seconds_count"] == 4 + 4 + 3
     assert values["e2e_request_latency_seconds_count"] == 3
+    assert values["queue_time_seconds_count"] == values["prefill_time_seconds_count"] == 3
+    parts = values["queue_time_seconds_sum"] + values["prefill_time_seconds_sum"]
+    assert 0 < values["prefill_time_seconds_sum"] < parts <= values["time_to_first_token_seconds_sum"]
     assert values["step_time_seconds_count"] > 0
     assert values["eager_total:disabled"] == values["step_time_seconds_count"]  # a CPU has no graphs
     assert values["graph_hit_total:decode"] == values["graph_hit_total:forward"] == 0
@@ -52,6 +56,24 @@ def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> 
     assert values["num_preemptions_total"] == 0
     assert 0 < values["kv_cache_usage_perc"] <= 1
     assert values["kv_cache_live_perc"] == 0
+
+
+def test_the_documented_bounds_are_those_of_the_histograms(server: LiveServer) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z -]+(?:, [a-z ]+)*) \| ([\d., ]+) \|$", text, re.MULTILINE))
+    documented = {name: bounds for names, bounds in rows.items() for name in names.split(", ")}
+    own = {
+        "time to first token": "time_to_first_token",
+        "inter-token latency": "inter_token_latency",
+        "queue time": "queue_time",
+        "prefill time": "prefill_time",
+        "end to end": "e2e_request_latency",
+        "step time": "step_time",
+    }
+    shown = server.client.get("/metrics").text
+    for name, metric in own.items():
+        found = re.findall(rf'^segue:{metric}_seconds_bucket{{le="([\d.e-]+)"', shown, re.MULTILINE)
+        assert [float(each) for each in documented[name].split(", ")] == [float(each) for each in found] != []
 
 
 def test_metrics_of_length_aware_prefill(tiny_model: Path) -> None:

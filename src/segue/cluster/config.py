@@ -67,7 +67,7 @@ class ClusterSize(Options):
 
 # Options that clients notice, which the router has under the same names, stay with the router; of those in
 # `_ALIKE` every process gets the same value.
-_ALIKE = {"max_body_mib", "drain_s", "log_level", "log_format"}
+_ALIKE = {"max_body_mib", "drain_s", "log_level", "log_format", "otlp_traces_endpoint"}
 _ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] != "Workers"}
 # Of the router: the workers and where to look for them, and of a worker: the cluster chooses them. Nobody but
 # the cluster's own router has the workers' key.

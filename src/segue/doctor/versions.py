@@ -106,4 +106,6 @@ def _is_needed(extra: Extra, config: EngineConfig) -> bool:
         return "fa3" in [half.strip() for half in config.attention_backend.split(",")]
     if extra.name == "nixl":
         return config.role != "both" and config.pd_transport == "nixl"
+    if extra.name == "otel":
+        return config.otlp_traces_endpoint is not None
     return config.shadow_mode and extra.name in parse_backends(config.discovery, "discovery")

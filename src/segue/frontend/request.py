@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -16,6 +16,9 @@ from segue.frontend.sampling_options import SamplingOptions
 from segue.frontend.signal import Signal
 from segue.frontend.thread_pool import turn
 from segue.messages.requests import Finished, Handoff, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from segue.frontend.call_trace import CallTrace
 
 MAX_PRIORITY = 1 << 31
 LOWEST_LOGPROB = -9999.0  # instead of minus infinity, which JSON cannot write
@@ -93,6 +96,7 @@ class RequestState:
     changed: Signal  # of its call; wakes the reader
     batches: tuple[str, ...] = ()  # ids by which it is aborted with others of its call
     alias: str = ""  # another id by which it can be aborted, and which other requests may share; "": none
+    trace: CallTrace | None = None  # of its call; None: there are no spans
     rid: str = field(init=False)
     leg: str = field(init=False)  # as in the request
     wants_logprobs: bool = field(init=False)

@@ -9,12 +9,14 @@ from itertools import accumulate
 from typing import get_args
 
 from segue.messages.control import Counters
-from segue.messages.requests import FinishReason
+from segue.messages.requests import FinishReason, PhaseTimes
 
 # Upper bounds of the histograms, in milliseconds and in seconds.
 FIRST_TOKEN_MS = (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10000, 20000, 40000)
 BETWEEN_TOKENS_MS = (1, 2.5, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000, 2500)
 REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480)
+# Of a phase before the first token: waiting, or computing the prompt.
+PHASE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240)
 STEP_MS = (0.5, 1, 2, 4, 6, 8, 10, 15, 20, 30, 50, 75, 100, 200, 400, 800, 1600)
 
 
@@ -51,6 +53,15 @@ class Stats:
     first_token_of: dict[str, Histogram] = field(  # by class of prompts, with LAPS
         default_factory=lambda: {name: Histogram(FIRST_TOKEN_MS) for name in ("short", "long")}
     )
+    queue: Histogram = field(default_factory=lambda: Histogram(PHASE_S, per_second=1))
+    prefill: Histogram = field(default_factory=lambda: Histogram(PHASE_S, per_second=1))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_MS))
     request: Histogram = field(default_factory=lambda: Histogram(REQUEST_S, per_second=1))
     step: Histogram = field(default_factory=lambda: Histogram(STEP_MS))
+
+    def note_times(self, times: PhaseTimes) -> None:
+        """Count how long a request that has ended has waited, and how long its prompt took."""
+        if times.admitted:
+            self.queue.observe(times.admitted - times.added)
+            if times.prefilled >= times.admitted:  # else the first token came from a prefill worker
+                self.prefill.observe(times.prefilled - times.admitted)

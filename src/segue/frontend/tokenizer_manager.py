@@ -18,6 +18,7 @@ from segue.errors import (
     error_of,
 )
 from segue.failover.life import Life
+from segue.frontend.call_trace import CallTrace, EngineTracing
 from segue.frontend.control_calls import ControlCalls
 from segue.frontend.control_log import EngineLog
 from segue.frontend.detokenizer import TokenTable, max_chars_per_token
@@ -67,6 +68,7 @@ class TokenizerManager:
         *,
         life: Life,
         log: EngineLog | None = None,
+        tracing: EngineTracing | None = None,
         max_queued_requests: int,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         bootstrap_hosts: BootstrapHosts,
@@ -76,7 +78,7 @@ class TokenizerManager:
 
         Without a ``tokenizer`` prompts must be token ids, and every text is empty. ``eos_ids`` are those of
         the model's configuration, to which the tokenizer's are added. A request that names no
-        ``bootstrap_port`` means the one given here.
+        ``bootstrap_port`` means the one given here. ``tracing`` makes spans; None: there are none.
         """
         self.ready = ready
         self.role = ready.role  # which work the engine takes
@@ -106,6 +108,7 @@ class TokenizerManager:
         self._life = life
         self._send = send
         self.log = log or EngineLog()  # of what is done to the engine
+        self.tracing = tracing
         self.calls = ControlCalls(send, life, self.log)
         self._admission = Admission(max_queued_requests, ready.limits.max_running_requests)
         self._states: dict[str, RequestState] = {}
@@ -125,11 +128,12 @@ class TokenizerManager:
         is_streamed: bool = False,
         is_canary: bool = False,
         alias: str = "",
+        trace: CallTrace | None = None,
     ) -> Generation:
         """Check requests, and send all of them or none. Aborting ``batch_id`` aborts each of them.
 
         Aborting a ``group`` aborts those that have it, and aborting ``alias`` all that have it, also those of
-        other calls.
+        other calls. ``trace`` is told how each request ends.
         With ``is_canary`` they are taken also by an engine that is not active yet.
         With ``is_streamed`` it waits up to ``ACCEPT_S`` for a refusal of the scheduler, which is raised.
 
@@ -158,6 +162,8 @@ class TokenizerManager:
         if alias:
             self._aliases.setdefault(alias, set()).update(rids)
         self._idle.clear()
+        if trace is not None:
+            trace.num_left = len(requests)
         try:
             prompts = await self.encoder.encode_call(requests, generation)
             parts = zip(requests, prompts, handoffs, strict=True)
@@ -178,10 +184,13 @@ class TokenizerManager:
                     generation.changed,
                     _batches_of(request, batch_id),
                     alias,
+                    trace,
                 )
                 if request.outputs or request.output_end is not None:
                     state.prime(request.outputs, request.output_logprobs, request.output_end)
                 if state.end is not None:  # the client has all of it
+                    if trace is not None:
+                        trace.ended(state, state.end, time.monotonic())
                     self._forget(state)
                 else:
                     self._begin(request, state, generation, handoff)
@@ -387,10 +396,12 @@ class TokenizerManager:
                 self._admission.num_rejected += 1
                 state = self._states.pop(message.rid, None)
                 if state is not None:
-                    state.fail(error_of(message.kind, message.message))
+                    self._fail(state, error_of(message.kind, message.message))
                     self._forget(state)
             case WeightNotice():
                 self.log.note_weights(self.weights, message)
+                if self.tracing is not None:
+                    self.tracing.note_weights(self.weights, message)
                 self.weights = message
             case (
                 control.State()
@@ -414,7 +425,7 @@ class TokenizerManager:
         self.thread_pool.close(error)
         self.stats.finished["error"] += len(self._states)
         for state in self._states.values():
-            state.fail(error)
+            self._fail(state, error)
         self._states.clear()
         self._batches.clear()
         self._aliases.clear()
@@ -476,7 +487,16 @@ class TokenizerManager:
                 self.stats.prompt_tokens += len(state.prompt_ids)
             self.stats.finished[state.finish(finished).reason] += 1
         self.stats.request.observe(now - state.created)
+        self.stats.note_times(finished.times)
+        if state.trace is not None:
+            state.trace.ended(state, finished, now)
         self._forget(state)
+
+    def _fail(self, state: RequestState, error: SegueError) -> None:
+        """End a request with an error that no `Finished` tells of."""
+        state.fail(error)
+        if state.trace is not None:
+            state.trace.fail(error)
 
     def _forget(self, state: RequestState) -> None:
         """Drop what is left of an ended request: its place in its batches, and under its alias."""

@@ -26,6 +26,7 @@ from segue.errors import (
 )
 from segue.failover.control_note import ControlNotes
 from segue.failover.life import Life, LifeState
+from segue.frontend.call_trace import EngineTracing
 from segue.frontend.control_log import EngineLog
 from segue.frontend.life import WorkerHealth
 from segue.frontend.tokenizer import ServedModel, chat_form
@@ -51,6 +52,7 @@ from segue.messages.control import (
 )
 from segue.messages.life import RankAnswer
 from segue.models.sharding import check_tp_size
+from segue.tracing.opening import tracer_of
 
 SHUTDOWN_MESSAGE = "the engine is shutting down"  # of requests that a shutdown aborts
 ABORT_S = 0.7  # that aborted requests have to end at a shutdown
@@ -109,6 +111,8 @@ class Runtime:
         self.log = EngineLog()  # of what is done to the engine, and of its states
         self.started_at = int(time.time())  # seconds since the epoch
         self.incarnation = uuid.uuid4().hex  # another one for every start: routers tell them apart by it
+        tracer = tracer_of(config.otlp_traces_endpoint, "segue", self.incarnation)
+        self.tracing = None if tracer is None else EngineTracing(tracer, self.name)
         self.epoch = (
             0  # grows whenever another engine takes over in a cohort; 0: this one is in none, or asleep
         )
@@ -173,6 +177,7 @@ class Runtime:
                 source.eos_token_ids,
                 life=runtime.life,
                 log=runtime.log,
+                tracing=runtime.tracing,
                 max_queued_requests=config.max_queued_requests,
                 max_logprobs=config.max_logprobs,
                 bootstrap_hosts=BootstrapHosts(config.disaggregation_bootstrap_hosts, config.host),
@@ -311,6 +316,7 @@ class Runtime:
         # Workers of an engine that has failed, or never was ready, are not waited for.
         polite_s = STOP_S / 2 if self._manager is not None and self.life.error is None else 0.0
         self._end(EngineDeadError("the engine was shut down"))
+        closing = None if self.tracing is None else asyncio.ensure_future(in_thread(self.tracing.close))
         if not self._ready.cancel() and not self._ready.cancelled():  # it has a result, or an exception
             self._ready.exception()  # mark the exception as retrieved: asyncio would log it
         self._channel.send(Shutdown())
@@ -318,6 +324,8 @@ class Runtime:
         self._channel.close()
         if ended:  # else a scheduler thread holds sockets, and this call would wait for it
             self._context.term()
+        if closing is not None:
+            await closing
 
     def fail(self, error: SegueError) -> None:
         """End the engine because it must not go on, for instance since another one has its place."""

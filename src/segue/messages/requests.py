@@ -132,6 +132,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str | None = None
 
 
+class PhaseTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """When a request went from one phase to the next, by the host's monotonic clock; 0: it did not."""
+
+    added: float = 0.0  # it came to the scheduler
+    admitted: float = 0.0  # the first step that computes some of its prompt was planned
+    prefilled: float = 0.0  # its first token was known here, be it from a prefill worker
+    taken_over: float = 0.0  # the KV of its prompt had come from a prefill worker
+
+
+NO_TIMES = PhaseTimes()
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Reports the end of a request. It is sent exactly once per request.
 
@@ -150,6 +162,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # no token was asked for, there is one of no tokens: the weights that the prompt's end was computed with.
     versions: list[tuple[str, int, int]] = []
     error: str | None = None  # class name in ``segue.errors`` of the error that ended it, if one did
+    times: PhaseTimes = NO_TIMES
 
     @property
     def client_reason(self) -> str:

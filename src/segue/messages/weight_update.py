@@ -39,6 +39,18 @@ class WeightAnswer(Call, frozen=True, tag=True, array_like=True):
     fields: dict[str, Any] = {}
 
 
+class EndedUpdate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """When a weight update went through its phases. Times are of the host's monotonic clock, in seconds."""
+
+    id: str
+    kind: str  # as `UpdateSession` has it
+    began: float
+    ended: float
+    times: dict[str, float]  # phase, "WRITING" or "SERVED" -> when it began first
+    num_bytes: int
+    error: str | None = None  # why it failed; None: its weights are served
+
+
 class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The state of the weights that the frontend shows without asking; it is sent with every change."""
 
@@ -51,6 +63,7 @@ class WeightNotice(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     num_committed: int = 0
     num_failed: int = 0
     last: dict[str, Any] = {}  # figures of the last committed update
+    ended: EndedUpdate | None = None  # the update that ended last; None: none has
 
 
 # --- rank 0 -> every rank; each is answered by a `RankReply` with its `call` ---

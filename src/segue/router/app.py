@@ -29,7 +29,6 @@ from segue.server import webpage, webpage_feed
 from segue.server.access import Access, Routes, describe
 from segue.server.guarded_app import guarded_app
 from segue.server.raw_body import read_bytes
-from segue.server.request_ids import id_of
 from segue.server.responses import RouteError, error_response, json_response
 from segue.server.webpage_feed import Feed
 from segue.version import __version__
@@ -79,7 +78,7 @@ async def generate(request: Request) -> ASGIApp:
     """Generate: the worker that is predicted to be done first answers."""
     router = router_of(request)
     body = await read_bytes(request, router.config.max_body_mib)
-    return router.relay(request.scope["path"], body, id_of(request.scope))
+    return router.relay(request.scope, body)
 
 
 @generation.post("/tokenize")

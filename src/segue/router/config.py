@@ -15,6 +15,7 @@ from segue.messages.fleet import Role
 from segue.options import Options, check_key, check_root_path, option, parse_urls, spelling
 from segue.router.choice import RoutingPolicy, RoutingRules
 from segue.router.upstream import tls_context
+from segue.tracing.endpoint import parse_endpoint
 
 MOST_PROCESSES = 64
 PartPolicy = Literal["as --policy", "cost", "power_of_two", "round_robin"]  # that, or a `RoutingPolicy`
@@ -143,6 +144,12 @@ class RouterConfig(Options):
         check=check_key,
     )
     open_metrics: bool = _server(False, "Answer /metrics without a key, like the health routes.")
+    otlp_traces_endpoint: str | None = _server(
+        None,
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, like http://collector:4318: it gets "
+        "spans of requests. Default: there are none.",
+        check=parse_endpoint,
+    )
     allowed_hosts: str | None = _server(
         None,
         "Host names that requests to this router may use, besides localhost and --host, separated by commas; "

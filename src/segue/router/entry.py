@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from urllib.parse import urlsplit
 
+from segue.frontend.stats import FIRST_TOKEN_MS, PHASE_S, REQUEST_S
 from segue.laps.classes import PromptClass
 from segue.messages.fleet import Role
 from segue.router.breaker import LegEnd
@@ -117,6 +120,41 @@ class SentRequest:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What a histogram has counted; its bounds, `BOUNDS`, are not sent from process to process."""
+
+    counts: list[int]  # by upper bound; the last one is infinite
+    total: float = 0.0  # seconds
+
+    def observe(self, bounds: Sequence[float], value: float) -> None:
+        """Count a value, in seconds."""
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+    def plus(self, other: Tally) -> Tally:
+        """Returns the sums."""
+        return Tally(
+            [a + b for a, b in zip(self.counts, other.counts, strict=True)], self.total + other.total
+        )
+
+    def cumulative(self, bounds: Sequence[float]) -> list[tuple[str, int]]:
+        """Returns (upper bound, number of values up to it) for every bound."""
+        return list(zip([*map(str, bounds), "+Inf"], accumulate(self.counts), strict=True))
+
+
+# Upper bounds of a router's histograms, in seconds: those of an engine's.
+BOUNDS: Mapping[str, Sequence[float]] = {
+    "queue": PHASE_S,
+    "first_token": [each / 1000 for each in FIRST_TOKEN_MS],
+    "request": REQUEST_S,
+}
+
+
+def _tallies() -> dict[str, Tally]:
+    return {name: Tally([0] * (len(bounds) + 1)) for name, bounds in BOUNDS.items()}
+
+
+@dataclass(slots=True)
 class RouterCounters:
     """Totals since the start."""
 
@@ -130,6 +168,11 @@ class RouterCounters:
     waits: int = 0  # requests that waited for a worker to take another one's place
     refused: int = 0  # requests that no worker could take
     control: dict[tuple[str, str], int] = field(default_factory=dict)  # by route and "done" or "failed"
+    tallies: dict[str, Tally] = field(default_factory=_tallies)  # by the name in `BOUNDS`
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Count a value in one of the histograms."""
+        self.tallies[name].observe(BOUNDS[name], seconds)
 
     def count_end(self, worker: str, end: LegEnd, number: int = 1) -> None:
         """Count ends of requests."""
@@ -157,6 +200,7 @@ class RouterCounters:
             waits=self.waits + other.waits,
             refused=self.refused + other.refused,
             control=dict(Counter(self.control) + Counter(other.control)),
+            tallies={name: each.plus(other.tallies[name]) for name, each in self.tallies.items()},
         )
 
 

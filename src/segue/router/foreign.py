@@ -29,6 +29,7 @@ from segue.router.legs import LegError
 from segue.router.membership import Membership
 from segue.router.registry import Registry
 from segue.router.reply import ClientReply
+from segue.router.request_trace import LegTrace
 from segue.router.upstream_connection import Headers, UpstreamConnection, UpstreamError
 
 POLL_S = 1.0  # between two looks at its health
@@ -100,7 +101,10 @@ async def _health(entry: WorkerEntry, headers: Headers) -> int:
 class ForeignLeg:
     """A whole request at such a worker."""
 
-    def __init__(self, registry: Registry, sent: SentRequest, reply: ClientReply) -> None:
+    def __init__(
+        self, registry: Registry, sent: SentRequest, reply: ClientReply, trace: LegTrace | None = None
+    ) -> None:
+        self._trace = trace
         assert sent.entry.view is not None
         self._registry = registry
         self._sent = sent
@@ -118,6 +122,8 @@ class ForeignLeg:
         """
         connection: UpstreamConnection | None = None
         upstream = self._sent.entry.upstream
+        if self._trace is not None:
+            headers = [*headers, *self._trace.headers]
         try:
             connection = await upstream.request(b"POST", request.path.encode(), headers, request.body)
             self._status = connection.status
@@ -135,6 +141,9 @@ class ForeignLeg:
             if connection is not None:
                 upstream.done(connection)
             self._registry.end(self._sent, self._end, self._status, self._code)
+            if self._trace is not None:
+                is_well = self._end == "answered" and self._status < 500
+                self._trace.end(self._end, self._status, self._code, is_well=is_well)
 
     async def _pass_on(self, connection: UpstreamConnection, is_stream: bool) -> None:
         kind = dict(connection.headers).get(b"content-type", b"")

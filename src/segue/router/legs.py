@@ -19,6 +19,7 @@ from segue.router.entry import SentRequest
 from segue.router.fleet import Assignment, WorkerView
 from segue.router.frames import FrameError, LegReader
 from segue.router.registry import Registry
+from segue.router.request_trace import LegTrace
 from segue.router.upstream_connection import Headers, UpstreamConnection, UpstreamError
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -63,7 +64,10 @@ def _nothing(frame: Data) -> bool:
 class WorkerLeg:
     """A leg at a worker. Its :meth:`close` must be called, whatever happens: it releases the hold."""
 
-    def __init__(self, registry: Registry, sent: SentRequest, worker: WorkerView) -> None:
+    def __init__(
+        self, registry: Registry, sent: SentRequest, worker: WorkerView, trace: LegTrace | None = None
+    ) -> None:
+        self._trace = trace
         self._registry = registry
         self._sent = sent
         self._worker = worker
@@ -76,6 +80,8 @@ class WorkerLeg:
 
     async def open(self, leg: Leg, headers: Headers) -> None:
         """Send the leg; return once the worker has taken it. Raises LegError if it does not."""
+        if self._trace is not None:
+            headers = [*headers, *self._trace.headers]
         try:
             self._connection = await self._sent.entry.upstream.request(b"POST", PATH, headers, _encode(leg))
             self._status = self._connection.status
@@ -151,6 +157,8 @@ class WorkerLeg:
         if self._connection is not None:
             self._sent.entry.upstream.done(self._connection)
         self._registry.end(self._sent, self._end, self._status, self._code)
+        if self._trace is not None:
+            self._trace.end(self._end, self._status, self._code, is_well=self.is_over)
 
     def _failure(self, end: LegEnd, text: str) -> LegError:
         self._end = end

@@ -24,12 +24,13 @@ from segue.messages.leg import Data, Frame, Leg, LegFailed
 from segue.router.attempts import Attempts, FailureKind
 from segue.router.choice import Local, Pair, Refuse, Whole
 from segue.router.client_request import ClientRequest
-from segue.router.fleet import Assignment
+from segue.router.fleet import Assignment, WorkerView
 from segue.router.foreign import ForeignLeg
 from segue.router.legs import LegError, PrefillLeg, WorkerLeg, names_tokens
 from segue.router.prompts import BytesPerToken, cached_tokens, prompt_tokens
 from segue.router.registry import Registry
 from segue.router.reply import ClientReply
+from segue.router.request_trace import LegTrace, RequestTrace
 from segue.router.splice import Splice
 from segue.router.upstream_connection import Headers
 from segue.server.responses import unless_gone
@@ -62,8 +63,11 @@ class Relay:
         headers: Headers,
         request: ClientRequest,
         resume_timeout_s: float,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """Take a request; ``headers`` are those that workers get, with their key."""
+        """Take a request; ``headers`` are those that workers get, with their key; ``trace`` is its own."""
+        self._trace = trace
+        self._incomplete: str | None = "the client has left"  # why the reply is not complete; None: it is
         self._registry = registry
         self._sizes = sizes
         self._headers = headers
@@ -73,6 +77,8 @@ class Relay:
         self._attempts = Attempts()
         self._leg: WorkerLeg | None = None  # that answers the client
         self._prefill: PrefillLeg | None = None  # of the last pair
+        self._began = time.monotonic()
+        self._has_first_token = False
         self._num_attempts = 0
         self._num_frames_before = 0  # with tokens, when the last pair was sent
         self._num_tokens_before = 0  # when the last attempt began
@@ -86,16 +92,25 @@ class Relay:
                 await unless_gone(Request(scope, receive), self._answer(reply))
         finally:
             await self._close()
+            if self._trace is not None:
+                self._trace.end(self._incomplete)
 
     async def _answer(self, reply: ClientReply) -> None:
         """Make attempts until one of them ends the reply, or there may be no more."""
         error: LegError | None = None  # of the last attempt
         while True:
+            began = time.monotonic()
             choice = await self._choose(error, reply)
+            if self._trace is not None:
+                self._trace.chosen(began, type(choice).__name__.lower())
             if isinstance(choice, Refuse):
                 return await self._give_up(reply, error, choice)
+            if not self._num_attempts:
+                self._observe("queue")
             try:
-                return await self._attempt(choice, reply)
+                await self._attempt(choice, reply)
+                self._incomplete = None
+                return self._observe("request")
             except LegError as failure:
                 error = failure
                 self._close_leg()
@@ -109,6 +124,10 @@ class Relay:
                 return
             text = "request %s goes on elsewhere, because worker %s failed: %s"
             logger.warning(text, self._request.id, error.worker.id, error)
+
+    def _observe(self, name: str) -> None:
+        """Count the time since the request came, in the histogram of this name."""
+        self._registry.counters.observe(name, time.monotonic() - self._began)
 
     @property
     def _is_begun(self) -> bool:
@@ -209,14 +228,16 @@ class Relay:
         self._count(choice)
         if isinstance(choice, Pair):
             computing = choice.prefill
-            leg = WorkerLeg(registry, registry.begin(computing, now, keys), computing.worker)
+            sent, trace = registry.begin(computing, now, keys), self._leg_trace("prefill", computing.worker)
+            leg = WorkerLeg(registry, sent, computing.worker, trace)
             message = request.leg("prefill", computing.worker, outputs, secrets.randbits(63) or 1)
             self._prefill = PrefillLeg(leg, message, self._headers, computing)
             self._num_frames_before = self._splice.num_frames
         answering = choice.decode if isinstance(choice, Pair) else choice.assignment
         worker = answering.worker
         if worker.is_foreign:
-            foreign = ForeignLeg(registry, registry.begin(answering, now, keys), reply)
+            trace = self._leg_trace("foreign", worker)
+            foreign = ForeignLeg(registry, registry.begin(answering, now, keys), reply, trace)
             await foreign.run(request, self._headers)
             return
         if isinstance(choice, Pair | SecondClaim):
@@ -227,8 +248,12 @@ class Relay:
         else:
             computing = answering
             message = request.leg("whole", worker, outputs)
-        leg = self._leg = WorkerLeg(registry, registry.begin(answering, now, keys), worker)
+        sent, trace = registry.begin(answering, now, keys), self._leg_trace(message.kind, worker)
+        leg = self._leg = WorkerLeg(registry, sent, worker, trace)
         self._learn(computing, await self._pass_on(leg, await self._first_frames(leg, message, reply), reply))
+
+    def _leg_trace(self, kind: str, worker: WorkerView) -> LegTrace | None:
+        return None if self._trace is None else self._trace.leg(kind, worker, self._splice.num_tokens)
 
     def _count(self, choice: Pair | Local | Whole | SecondClaim) -> None:
         counters = self._registry.counters
@@ -266,6 +291,9 @@ class Relay:
     async def _pass_on(self, leg: WorkerLeg, frames: list[Frame], reply: ClientReply) -> tuple[bytes, bytes]:
         """Pass payloads on as they come; returns the last two, from which something can be learned."""
         splice, before, is_stream = self._splice, b"", self._request.facts.is_stream
+        if is_stream and not self._has_first_token and any(map(_has_token, frames)):
+            self._has_first_token = True
+            self._observe("first_token")
 
         def push(frame: Data) -> bool:
             nonlocal before
@@ -308,6 +336,7 @@ class Relay:
 
     async def _give_up(self, reply: ClientReply, error: LegError | None, refusal: Refuse | None) -> None:
         """End the reply with the worker's own error, if there is one; else with the router's."""
+        self._incomplete = str(error) if error is not None else "no worker could take the request"
         if refusal is not None and refusal.no_wait and not self._is_begun:
             self._registry.counters.refused += 1
             await reply.fail(refusal.error())
@@ -324,3 +353,7 @@ class Relay:
             lost = f"worker {error.worker.id} was lost ({error})"
             why = refusal.error().message if refusal else "too many workers have failed at this request"
             await reply.fail(NoWorkerError(f"{lost}, and none took its place: {why}; send the request again"))
+
+
+def _has_token(frame: Frame) -> bool:
+    return type(frame) is Data and bool(frame.outputs or frame.payload)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from segue.errors import DrainingError, StaleEpochError
 from segue.laps.groups import RebalanceRules
@@ -25,10 +26,14 @@ from segue.router.pause import FleetPause
 from segue.router.prompts import BytesPerToken
 from segue.router.registry import UNNAMED, Registry
 from segue.router.relay import Relay
+from segue.router.request_trace import RequestTrace
 from segue.router.upstream_connection import Headers
 from segue.router.watch import watch
 from segue.server.raw_body import read_bytes
-from segue.server.request_ids import HEADER
+from segue.server.request_ids import HEADER, arrival_of, id_of
+from segue.tracing.context import passed_on
+from segue.tracing.opening import tracer_of
+from segue.tracing.tracer import Tracer
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +45,7 @@ class Router:
     membership: Membership
     pause: FleetPause
     sizes: BytesPerToken = field(default_factory=BytesPerToken)
+    tracer: Tracer | None = None  # None: no spans are made, and headers about traces are passed on
     is_draining: bool = False
     # Whether every process that takes requests knows what the membership knows.
     is_settled: Callable[[], bool] = lambda: True
@@ -61,6 +67,7 @@ class Router:
         grouping = rebalance if config.enable_laps_alloc else None
         registry = Registry(config.rules, config.worker_ca)
         router = cls(config, registry, Membership(registry, grouping), FleetPause(config.control_timeout_s))
+        router.tracer = tracer_of(config.otlp_traces_endpoint, "segue-router", router.membership.router_id)
         registry.on_idle = router.forget
         router.membership.on_joined = router.pause.joined
         router.membership.on_lost = router._on_lost
@@ -169,6 +176,12 @@ class Router:
         self.registry.is_closed = True
         for entry in self.registry:
             await self.remove(entry)
+        await self.close_tracer()
+
+    async def close_tracer(self) -> None:
+        """Send the spans that are there, within a bound."""
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def retire(self, entry: WorkerEntry) -> int:
         """Send a worker no further requests, and forget it once it has none; returns those in flight."""
@@ -195,15 +208,21 @@ class Router:
         if self.is_draining:
             raise DrainingError("the router is shutting down; send the request to another one")
 
-    def relay(self, path: str, body: bytes, request_id: str) -> Relay:
+    def relay(self, scope: Scope, body: bytes) -> Relay:
         """Returns what answers a client's request; raises DrainingError once the router is shutting down.
 
-        Workers get its ``request_id``, and abort the request by it.
+        Workers get its id, and abort the request by it; and its trace, which they and the router continue.
         """
         self.check_open()
+        path, request_id = scope["path"], id_of(scope)
         request = ClientRequest.create(path, body, self.sizes.facts(path, body))
-        headers = [*self._headers(), (HEADER, request_id.encode())]
-        return Relay(self.registry, self.sizes, headers, request, self.config.resume_timeout_s)
+        headers, trace = [*self._headers(), (HEADER, request_id.encode())], None
+        if self.tracer is None:
+            headers += passed_on(scope["headers"])
+        else:
+            began = arrival_of(scope)
+            trace = RequestTrace.begin(self.tracer, scope["headers"], path, request_id, began)
+        return Relay(self.registry, self.sizes, headers, request, self.config.resume_timeout_s, trace)
 
     def pass_through(self, path: str, body: bytes | None = None) -> Passthrough:
         """Returns what answers a client by a worker's own reply; raises as :meth:`relay` does.
@@ -239,7 +258,11 @@ async def for_workers(request: Request) -> WorkerRequest:
     return WorkerRequest(
         method=request.method.encode(),
         path=request.scope["path"].encode() + (b"?" + query if query else b""),
-        headers=[(b"content-type", b"application/json"), *router.admin_header],
+        headers=[
+            (b"content-type", b"application/json"),
+            *router.admin_header,
+            *passed_on(request.scope["headers"]),
+        ],
         body=await read_bytes(request, router.config.max_body_mib),
     )
 

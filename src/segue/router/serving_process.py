@@ -166,6 +166,7 @@ async def serve_clients(end: socket.socket, listener: socket.socket) -> int:
         if http is not None:
             await http
         forwarding.close()
+        await router.close_tracer()
         await link.close()
 
 

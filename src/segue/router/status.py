@@ -6,14 +6,20 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from segue.laps.group_status import GroupMember, LapsOff, LapsStatus, status
 from segue.messages.fleet import WorkerRecord, WorkerReport
-from segue.router.entry import WorkerEntry
+from segue.router.entry import BOUNDS, WorkerEntry
 from segue.router.membership import Membership
 from segue.router.registry import Registry
+
+HISTOGRAMS = (  # their names in `BOUNDS` and in Prometheus, and what they are
+    ("queue", "queue_time", "Seconds until a worker was chosen for a request."),
+    ("first_token", "time_to_first_token", "Seconds from a request for a stream to its first token."),
+    ("request", "e2e_request_latency", "Seconds from a request to the end of its reply."),
+)
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +119,11 @@ class RouterCollector(Collector):
             ("refused", "Requests that no worker could take.", counters.refused),
         ):
             yield CounterMetricFamily(f"segue:router_{name}", text, number)
+        for name, metric, text in HISTOGRAMS:
+            tally = counters.tallies[name]
+            family = HistogramMetricFamily(f"segue:router_{metric}_seconds", text)
+            family.add_metric([], tally.cumulative(BOUNDS[name]), tally.total)
+            yield family
 
 
 def _breaker(entry: WorkerEntry) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from segue.frontend.control_log import ControlLog
 from segue.router.router import Router
 from segue.router.status import WorkerStatus, laps_status, worker_status
+from segue.server.webpage_feed import Mean
 from segue.version import __version__
 
 FAILED = frozenset(("connect", "cut", "timeout"))  # ends of requests whose worker is to blame
@@ -93,6 +94,7 @@ class RouterFeedSource:
     _started_at: int = field(default_factory=lambda: int(time.time()))
     _workers: dict[str, ShownWorker] = field(default_factory=dict)
     _control: dict[tuple[str, str], int] = field(default_factory=dict)  # operations, by route and end
+    _first: Mean = field(default_factory=Mean)
 
     @property
     def is_over(self) -> bool:
@@ -132,6 +134,7 @@ class RouterFeedSource:
                     text = f"{route}: {'all workers did it' if end == 'done' else 'not all workers did it'}"
                     self.log.add("control", text, failed=end != "done")
         self._workers, self._control = workers, dict(control)
+        first = registry.counters.plus(registry.elsewhere.counters).tallies["first_token"]
         kv = [each.kv for each in workers.values() if each.kv is not None]
         return {
             "in_flight": registry.num_requests(),
@@ -140,6 +143,7 @@ class RouterFeedSource:
             "kv_taken": round(sum(kv) / len(kv), 4) if kv else 0.0,
             "kv_taken_most": max(kv, default=0.0),
             "queued_s": max((each.queued_s or 0.0 for each in workers.values()), default=0.0),
+            "first_token_s": self._first.take(first),
             "paused": bool(workers) and all(each.state == "paused" for each in workers.values()),
         }
 

@@ -50,6 +50,7 @@ class Adoption:
             assert lease.hold is not None
             self.num_pages += len(lease.hold.own_pages)
             self.seconds += now - request.first_at
+            request.taken_over_at = now
             self.start_decode(request, lease.hold, kv_epoch=self._scheduler.kv_epoch if fits else -1)
             lease.hold = None
             self.num_adopted += 1

@@ -200,6 +200,7 @@ class PrefillPlanner:
         request.launched = len(shared) * size
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.launched, request.prompt_len)
+        request.admitted_at = request.admitted_at or step.planned_at
         s.totals.prompt_tokens += len(request.tokens)
         s.totals.cached_tokens += request.launched
         step.plan.new_slots.append(

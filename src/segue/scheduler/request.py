@@ -63,7 +63,9 @@ class Request:
     arrival: int  # 1, 2, 3, …; a retracted request keeps its number, and so its queue position
     added_at: float  # seconds, by the clock of `Scheduler.plan`
     deadline: float = inf  # when its first token is due, by the same clock
-    first_at: float = 0.0  # when its first token came from a prefill worker; 0: it did not
+    admitted_at: float = 0.0  # when it was first admitted; 0: it was not
+    first_at: float = 0.0  # when its first token was known, or came from a prefill worker; 0: it was not
+    taken_over_at: float = 0.0  # when the KV of its prompt had come from a prefill worker; 0: it did not
     # Whether it was admitted before, arrived with output tokens, or awaits KV that was begun before a pause.
     has_begun: bool
     shares_kv: bool = True  # whether it uses the prefix cache

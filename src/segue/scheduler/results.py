@@ -47,9 +47,12 @@ def take_result(s: Scheduler, step: Step, result: StepResult, now: float) -> Sch
             continue
         if not request.most_outputs:  # only the prompt was to be computed
             request.versions = [(step.version, 0, 0)]
+            request.first_at = now
             finished.append(s.end(request, "length"))
             continue
         request.add_token(token, step.version)
+        if not request.first_at:
+            request.first_at = now
         rids.append(request.rid)
         tokens.append(token)
         if result.logprobs is not None and (entry := result.logprobs[index]) is not None:

@@ -30,6 +30,7 @@ from segue.messages.requests import (
     Finish,
     Finished,
     FinishReason,
+    PhaseTimes,
     Rejected,
     unpack_ids,
 )
@@ -198,6 +199,12 @@ class Scheduler:
                 if start < count or not request.most_outputs
             ],
             error=None if error is None else error.__name__,
+            times=PhaseTimes(
+                added=request.added_at,
+                admitted=request.admitted_at,
+                prefilled=request.first_at,
+                taken_over=request.taken_over_at,
+            ),
         )
 
     def retract(self, request: Request) -> None:

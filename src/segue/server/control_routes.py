@@ -160,6 +160,8 @@ async def ask_weights(request: Request, operation: WeightOperation) -> WeightAns
     """
     runtime = runtime_of(request)
     await check_base64(operation)
+    if runtime.tracing is not None and not isinstance(operation, GetWeights):
+        runtime.tracing.note_update_call(request.scope["headers"])
     work = runtime.manager.calls.ask_weights(operation, **limits(runtime.config, operation))
     # Only its client wants a group to be met; every other operation goes on without its client.
     return await (unless_gone(request, work) if isinstance(operation, JoinGroup) else work)

@@ -28,13 +28,14 @@ from segue.api.shapes import (
     TokenGenerateReply,
 )
 from segue.api.token_generate import TokenGenerate
+from segue.frontend.call_trace import failing
 from segue.frontend.request import Generation
 from segue.server.access import Access, Routes
 from segue.server.calls import CHAT, CHAT_TOKENS, COMPLETION, NATIVE, RESPONSES, TOKENS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
 from segue.server.responses import EventStream, json_response, reply_response, unless_gone
-from segue.server.running import runtime_of
+from segue.server.running import call_trace, runtime_of
 
 openai = Routes(Access.USER, "OpenAI")
 native = Routes(Access.USER, "Native")
@@ -44,19 +45,23 @@ tokens = Routes(Access.USER, "Tokens")
 async def answer(request: Request, kind: CallKind) -> ASGIApp:
     """Generate, and answer with a whole reply or, if the call asks for one, with a stream of events."""
     runtime = runtime_of(request)
-    call = await kind.parse(runtime, await read_bytes(request, runtime.config.max_body_mib), None)
-    alias = id_of(request.scope)
-    start = runtime.manager.submit(call.requests, call.batch_id, is_streamed=call.stream, alias=alias)
-    if call.stream:
-        generation = await unless_gone(request, start)
-        reply = kind.reply(runtime, call, generation)
-        return EventStream(_events(generation, reply), reply.failure, generation.close)
+    trace = call_trace(runtime, request, request.scope["path"])
+    with failing(trace):
+        call = await kind.parse(runtime, await read_bytes(request, runtime.config.max_body_mib), None)
+        alias = id_of(request.scope)
+        start = runtime.manager.submit(
+            call.requests, call.batch_id, is_streamed=call.stream, alias=alias, trace=trace
+        )
+        if call.stream:
+            generation = await unless_gone(request, start)
+            reply = kind.reply(runtime, call, generation)
+            return EventStream(_events(generation, reply), reply.failure, generation.close)
 
-    async def whole() -> tuple[Any, int]:
-        with await start as generation:
-            return await kind.reply(runtime, call, generation).whole()
+        async def whole() -> tuple[Any, int]:
+            with await start as generation:
+                return await kind.reply(runtime, call, generation).whole()
 
-    return await reply_response(*await unless_gone(request, whole()), runtime.manager.thread_pool)
+        return await reply_response(*await unless_gone(request, whole()), runtime.manager.thread_pool)
 
 
 async def _events(generation: Generation, reply: Reply) -> AsyncGenerator[bytes, None]:
@@ -103,7 +108,7 @@ async def completions(request: Request) -> ASGIApp:
 @openai.post("/v1/responses", schema=_RESPONSES)
 async def responses(request: Request) -> ASGIApp:
     """Continue a conversation of items. Nothing is kept of it."""
-    return await _answer(request, RESPONSES)
+    return await answer(request, RESPONSES)
 
 
 @tokens.post("/inference/v1/generate", schema=_TOKENS)

@@ -151,7 +151,7 @@ def responses(model: ServedModel) -> Shape:
             "instructions": partial(_text, "instructions"),
             "tools": partial(tools_of, _response_tools, response_fields.RULES),
             "text": _text_config,
-            "stop": partial(_strings, "stop", MAX_STOPS),
+            "stop": partial(strings_of, "stop", MAX_STOPS),
         },
         skipped=harmless("responses"),
         refused=unsupported("responses"),

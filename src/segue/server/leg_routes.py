@@ -17,6 +17,7 @@ from segue.api.native import NativeCall
 from segue.api.openai.requests import Wanted
 from segue.config import MIB
 from segue.errors import DrainingError, RequestTooLargeError, SegueError, StaleEpochError, invalid_value
+from segue.frontend.call_trace import CallTrace, failing
 from segue.frontend.request import GenerateRequest, Generation, Output
 from segue.frontend.thread_pool import ThreadPool
 from segue.launch.runtime import SHUTDOWN_MESSAGE, Runtime
@@ -39,7 +40,7 @@ from segue.server.calls import CALL_KINDS, CallKind, Reply
 from segue.server.raw_body import read_bytes
 from segue.server.request_ids import id_of
 from segue.server.responses import EventStream, encode, error_response, reply_bytes, unless_gone
-from segue.server.running import runtime_of
+from segue.server.running import call_trace, runtime_of
 
 OUTPUTS_MIB = 64  # that a leg may have besides the client's body: the output so far
 # Between two frames that name tokens of a reply that is not a stream. If this engine dies, the next one
@@ -60,13 +61,17 @@ async def leg(request: Request) -> ASGIApp:
     leg = parse_leg(data) if len(data) <= INLINE_BYTES else await pool.run(lambda: parse_leg(data))
     if (kind := CALL_KINDS.get(leg.path)) is None:
         raise invalid_value("path", leg.path, f"must be one of {', '.join(CALL_KINDS)}")
+    trace = call_trace(runtime, request, leg.path, leg.kind)
     try:
-        return await _answer(request, runtime, leg, kind)
+        with failing(trace):
+            return await _answer(request, runtime, leg, kind, trace)
     except SegueError as error:
         return error_response(error, leg.path)
 
 
-async def _answer(request: Request, runtime: Runtime, leg: Leg, kind: CallKind) -> ASGIApp:
+async def _answer(
+    request: Request, runtime: Runtime, leg: Leg, kind: CallKind, trace: CallTrace | None
+) -> ASGIApp:
     """Begin a leg's requests; returns the frames, or raises the error that the client's own route would."""
     if leg.epoch != runtime.epoch:
         text = f"the leg is for epoch {leg.epoch}, and this engine has epoch {runtime.epoch}"
@@ -79,7 +84,7 @@ async def _answer(request: Request, runtime: Runtime, leg: Leg, kind: CallKind) 
     requests = await leg_requests(leg, call.requests, runtime.manager.encoder)
     call = _with(call, leg, requests)
     alias = id_of(request.scope)  # the router passes its client's on
-    start = runtime.manager.submit(requests, call.batch_id, is_streamed=True, alias=alias)
+    start = runtime.manager.submit(requests, call.batch_id, is_streamed=True, alias=alias, trace=trace)
     generation = await unless_gone(request, start)
     reply = kind.reply(runtime, call, generation)
     if leg.kind == "prefill":

@@ -41,6 +41,8 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "time_to_first_token_seconds": OtherNames(
         ("time_to_first_token_seconds",), ("time_to_first_token_seconds",)
     ),
+    "queue_time_seconds": OtherNames(("request_queue_time_seconds",), ("queue_time_seconds",)),
+    "prefill_time_seconds": OtherNames(("request_prefill_time_seconds",)),
     "inter_token_latency_seconds": OtherNames(
         ("inter_token_latency_seconds", "time_per_output_token_seconds"),
         ("inter_token_latency_seconds", "time_per_output_token_seconds"),

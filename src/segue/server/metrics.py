@@ -147,6 +147,10 @@ def _engine_metrics(runtime: Runtime) -> Iterator[Metric]:
 
     text = "Seconds from a request to its first token."
     yield histogram("time_to_first_token_seconds", text, stats.first_token)
+    text = "Seconds that a request has waited for its first step, once it has ended."
+    yield histogram("queue_time_seconds", text, stats.queue)
+    text = "Seconds from a request's first step to its first token, once it has ended."
+    yield histogram("prefill_time_seconds", text, stats.prefill)
     text = "Seconds between tokens of a request."
     yield histogram("inter_token_latency_seconds", text, stats.between_tokens)
     yield histogram("e2e_request_latency_seconds", "Seconds from a request to its end.", stats.request)

@@ -31,14 +31,20 @@ def taken_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def id_extension(request_id: str) -> dict[str, dict[object, object]]:
-    """Returns what a server adds to a scope's extensions to say the request's id."""
-    return {_EXTENSION: {"id": request_id}}
+    """Returns what a server adds to a scope's extensions to say the request's id, and that it came now."""
+    return {_EXTENSION: {"id": request_id, "at": time.monotonic()}}
 
 
 def id_of(scope: Scope) -> str:
     """Returns the id of a request; "": its server gives none."""
     found: str = scope.get("extensions", {}).get(_EXTENSION, {}).get("id", "")
     return found
+
+
+def arrival_of(scope: Scope) -> float:
+    """Returns when the head of a request came, by the monotonic clock; now, if its server does not say."""
+    found: float = scope.get("extensions", {}).get(_EXTENSION, {}).get("at", 0.0)
+    return found or time.monotonic()
 
 
 def marked(app: ASGIApp) -> ASGIApp:

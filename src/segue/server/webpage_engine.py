@@ -10,26 +10,11 @@ from starlette.datastructures import State
 
 from segue.failover.life import LifeState
 from segue.frontend.control_log import ControlLog
-from segue.frontend.stats import Histogram
 from segue.launch.runtime import Runtime
+from segue.server.webpage_feed import Mean
 from segue.version import __version__
 
 NOTHING = ControlLog()  # that an engine has logged which is not there yet
-
-
-@dataclass(slots=True)
-class Mean:
-    """The mean of what a histogram has counted since the last look."""
-
-    _count: int = 0
-    _total: float = 0.0
-
-    def take(self, histogram: Histogram) -> float | None:
-        """Returns it in seconds; None: nothing was counted."""
-        count, total = sum(histogram.counts), histogram.total
-        number, seconds = count - self._count, total - self._total
-        self._count, self._total = count, total
-        return round(seconds / number, 6) if number > 0 else None
 
 
 @dataclass(slots=True)

@@ -63,6 +63,28 @@ class FeedSource(Protocol):
         """More fields of the messages with samples, which are not kept."""
 
 
+class Counted(Protocol):
+    """A histogram's counts, by upper bound, and the sum of its values in seconds."""
+
+    counts: list[int]
+    total: float
+
+
+@dataclass(slots=True)
+class Mean:
+    """The mean of what a histogram has counted since the last look."""
+
+    _count: int = 0
+    _total: float = 0.0
+
+    def take(self, histogram: Counted) -> float | None:
+        """Returns it in seconds; None: nothing was counted."""
+        count, total = sum(histogram.counts), histogram.total
+        number, seconds = count - self._count, total - self._total
+        self._count, self._total = count, total
+        return round(seconds / number, 6) if number > 0 else None
+
+
 @dataclass(slots=True, eq=False)
 class Feed:
     """The streams of one server. It lives on one event loop."""

@@ -33,10 +33,13 @@ export const routerCharts = [
     ],
   },
   {
-    title: "Waiting prompts",
+    title: "Time to first token",
     least: 0.1,
     axis: seconds,
-    series: [{ name: "predicted work of the busiest worker", of: of("queued_s"), show: seconds }],
+    series: [
+      { name: "first token, of streams", of: of("first_token_s"), show: seconds, isDots: true },
+      { name: "waiting work of the busiest worker", of: of("queued_s"), show: seconds },
+    ],
   },
 ];
 

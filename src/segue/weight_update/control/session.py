@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Any, Literal
 
 from segue.messages.weight_operations import Manifest
+from segue.messages.weight_update import EndedUpdate
 
 COPY_S = 600.0  # more than the copy of the last tensors takes
 RECEIVE_S, ARM_TIMEOUT_S = 300.0, 3600.0  # how long a session may be silent: after the first byte, before it
@@ -165,6 +166,19 @@ class UpdateSession:
                 "total_s": max(self.times.values(), default=self.began) - self.began,
             },
         }
+
+    def record(self, now: float, error: str | None = None) -> EndedUpdate:
+        """Return when the session, which ends now, went through its phases; ``error``: why it has failed."""
+        num_bytes = self.bytes_before + self.slowest(self.bytes)
+        return EndedUpdate(
+            id=self.id,
+            kind=self.kind,
+            began=self.began,
+            ended=now,
+            times=dict(self.times),
+            num_bytes=num_bytes,
+            error=error,
+        )
 
     def _seconds(self, start: str, end: str) -> float:
         """Returns the seconds from the beginning of one entry of `times` to another; 0 if one is missing."""

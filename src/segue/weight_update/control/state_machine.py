@@ -84,6 +84,7 @@ class WeightMachine:
         """Returns the body of ``GET /weights_update_status``, apart from the groups."""
         session = self.session
         shown = structs.asdict(self.notice()) | {"generating": self._port.has_work}
+        del shown["ended"]
         state = {name: value for name, value in shown.items() if value is not None}
         state["weight_version"] = state.pop("version")
         if session is not None:
@@ -343,6 +344,7 @@ class WeightMachine:
         self._shown.num_committed += 1
         self._shown.last = self._figures(session) | {"kind": session.kind}
         self._shown.model_path = session.model_path or self._shown.model_path
+        self._shown.ended = session.record(now)
         self._port.release()
         self.close(session)
         self._finish(session, True, "The new weights are served.")
@@ -374,6 +376,7 @@ class WeightMachine:
         self._shown.num_failed += 1
         if session.kind == "group of calls":
             self.group_error = why
+        self._shown.ended = session.record(now, why)
         self.close(session)
         self.num_discarding += 1
         self._outbox.command(messages.Discard(session=session.number), then=self._on_discarded)
