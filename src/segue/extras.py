@@ -42,4 +42,5 @@ NIXL = Extra(
 )
 ETCD = Extra(name="etcd", modules=("etcd3gw",), purpose="--discovery etcd")
 KUBERNETES = Extra(name="kubernetes", modules=("kubernetes_asyncio",), purpose="--discovery kubernetes")
-EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES)}
+RAY = Extra(name="ray", modules=("ray",), purpose="segue.integrations.ray: engines as actors of Ray")
+EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES, RAY)}
