@@ -1,6 +1,6 @@
 """Two engines, their router and a trainer as actors of Ray, on this machine.
 
-pip install 'segue[ray]'
+pip install 'segue[ray]' openai
 python examples/ray_fleet.py              # the bundled model, or the path or hub id of another one
 
 It trains for a step, sends the weights to both engines, and kills one of them in the middle of a reply.

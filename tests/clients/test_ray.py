@@ -106,7 +106,7 @@ def test_ray_serve_passes_requests_streams_and_errors_on(seen: Mapping[str, Any]
 
 
 def test_nothing_is_left_when_the_fleet_ends(seen: Mapping[str, Any]) -> None:
-    assert len(seen["pids"]) == 8 and seen["left"] == []
+    assert len(seen["pids"]) == 4 and seen["left"] == []
 
 
 def test_nothing_is_left_when_the_program_is_killed(model: Path, wait_until: WaitUntil) -> None:

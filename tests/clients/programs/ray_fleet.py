@@ -255,8 +255,11 @@ def main(model: str, part: str) -> None:
         seen["router"] = kill_router(fleet)
         seen["again"] = weights(fleet)
         seen["serve"] = through_serve(fleet)
-        seen["pids"] = [pid for each in fleet.describe() for pid in (each.pid, each.actor_pid)]
+        last = fleet.describe()
+        seen["pids"] = [each.pid for each in last]
     seen["left"] = [pid for pid in seen["pids"] if os.path.exists(f"/proc/{pid}")]
+    # Ray ends actors behind the call that asks for it.
+    until(lambda: not any(os.path.exists(f"/proc/{each.actor_pid}") for each in last), "the actors' end")
     ray.shutdown()
     print(json.dumps(seen), flush=True)
 
