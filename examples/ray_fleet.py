@@ -32,7 +32,9 @@ def main(model: str | None = None) -> None:
         sent = ray.get(fleet.trainer.sync.remote())
         print(f"loss {step['loss']:.3f}; {len(sent['endpoints'])} engines have the new weights")
         name = client.models.list().data[0].id
-        stream = client.completions.create(model=name, prompt=PROMPT, max_tokens=60, stream=True)
+        stream = client.completions.create(
+            model=name, prompt=PROMPT, max_tokens=60, temperature=0, stream=True
+        )
         for index, event in enumerate(stream):
             print(event.choices[0].text, end="", flush=True)
             if index == 10:
