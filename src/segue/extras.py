@@ -54,4 +54,5 @@ OTEL = Extra(
     modules=("opentelemetry.exporter.otlp.proto.http",),
     purpose="--otlp-traces-endpoint: spans of requests and of weight updates",
 )
-EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES, OTEL)}
+RAY = Extra(name="ray", modules=("ray",), purpose="segue.integrations.ray: engines as actors of Ray")
+EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES, OTEL, RAY)}

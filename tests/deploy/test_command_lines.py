@@ -13,6 +13,7 @@ from segue.cli.config_file import CONFIG_FLAG
 from segue.cli.main import app
 from segue.config import EngineConfig
 from segue.router.config import RouterConfig
+from tests.deploy import test_kinds as kinds
 from tests.deploy.test_manifests import containers
 
 
@@ -26,6 +27,8 @@ def commands() -> Iterator[tuple[str, list[str], dict[str, str]]]:
             if command is not None:
                 assert command[0] == "segue"
                 yield f"{name}, {kind}", command[1:], environ
+    for name, container in kinds.containers():
+        yield name, *kinds.arguments(container)
 
 
 @pytest.mark.parametrize(("where", "words", "environ"), list(commands()), ids=lambda each: str(each)[:20])

@@ -38,7 +38,7 @@ MEMORY_SERVICE, MEMORY_HOLDER = "gms", "gms-holder"
 ROUTER_STAGE, WORKER_STAGE, MEMORY_STAGE = 1, 0, -1  # requests end while their workers still run
 SECRETS = {
     *("api_key", "admin_api_key", "pd_key", "worker_api_key", "worker_admin_key", "gms_token"),
-    "ssl_keyfile_password",
+    *("register_key", "ssl_keyfile_password"),
 }
 # -P: files in the user's directory must not shadow modules of the standard library.
 SEGUE: tuple[str, ...] = (sys.executable, "-P", "-m", "segue")
@@ -78,7 +78,7 @@ def make_children(
         DeviceCountError: there are fewer GPUs than the workers need.
     """
     key, pd_key = secrets.token_urlsafe(32), config.engine.pd_key or secrets.token_urlsafe(32)
-    base = _without_options(host.environ)
+    base = without_options(host.environ)
     base |= import_path(base) | {"PYTHONUNBUFFERED": "1"}
     workers = _workers(config)
     shares = share_gpus(host.gpus, config.engine.device, config.engine.tp, len(workers))
@@ -117,7 +117,7 @@ def make_children(
                     role="worker" if role == "both" else f"{role} worker",
                     stage=WORKER_STAGE,
                     command=(*command, "serve", *flags_of(engine)),
-                    environment=base | _secrets_of(engine) | _hardware(config, host, shares, index),
+                    environment=base | secrets_of(engine) | _hardware(config, host, shares, index),
                     probe=ReadinessProbe(url=ready_url),
                     health=health,
                     restart_after_s=SHADOW_PAUSE_S if config.size.shadows else 0.0,
@@ -147,7 +147,7 @@ def _memory_service(
     engine = config.engine
     options = {"gms_dir": host.gms_dir, "log_level": engine.log_level, "log_format": engine.log_format}
     environment = dict(base) | {variable(name): value for name, value in options.items()}
-    environment |= {name: value for name, value in _secrets_of(config.engine).items() if "GMS" in name}
+    environment |= {name: value for name, value in secrets_of(config.engine).items() if "GMS" in name}
     return [
         ChildSpec(
             name=name,
@@ -203,7 +203,7 @@ def _router(
         role=ROUTER,
         stage=ROUTER_STAGE,
         command=(*command, "router", *flags_of(router)),
-        environment=dict(base) | _secrets_of(router),
+        environment=dict(base) | secrets_of(router),
         # It is ready when it has heard of every worker: from then on no request waits for one.
         probe=ReadinessProbe(url=f"{host.router_url}/ready", min_serving=config.size.total),
         health=health,
@@ -249,13 +249,13 @@ def _default(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-def _secrets_of(options: Options) -> dict[str, str]:
+def secrets_of(options: Options) -> dict[str, str]:
     """Return the variables that set the secret options: every user can read a command line."""
     names = [each.name for each in fields(options) if each.name in SECRETS]
     return {variable(name): value for name in names if (value := getattr(options, name)) is not None}
 
 
-def _without_options(environ: Mapping[str, str]) -> dict[str, str]:
+def without_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without options of Segue, which the children get by their command lines."""
     names = _names(EngineConfig, RouterConfig) | {each.name for each, _ in ClusterConfig.listed()}
     variables = {variable(name) for name in names} | {CONFIG_FILE}

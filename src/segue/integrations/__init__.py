@@ -1,0 +1,1 @@
+"""Segue's processes within other projects' frameworks."""
