@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Why a block cannot run here: it needs a GPU, a cluster, a download, or another project's program, or a part of
-# it stands for the reader's own file, host or key.
+# Why a block cannot run here: it needs a GPU, a cluster, a download, or another project's program, or a part
+# of it stands for the reader's own file, host or key.
 REASONS = ("gpu", "kubernetes", "network", "other-project", "placeholder")
 COMMANDS = ("bash", "console")  # `console` has what is printed, too; its commands stand behind "$ "
 DATA = ("json", "toml", "yaml")

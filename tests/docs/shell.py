@@ -29,6 +29,7 @@ from tests.docs.blocks import ROOT
 OPTIONS = {"serve": EngineConfig, "router": RouterConfig, "cluster": ClusterConfig}
 OTHER_PROGRAMS = {"cat", "cd", "docker", "export", "git", "kubectl", "tee", "wait"}
 ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
+HERE = re.compile(r"<<'?(\w+)'?")
 OPERATORS = {"|", "||", "&", "&&", ";"}
 
 
@@ -57,25 +58,48 @@ def check_syntax(script: str) -> None:
         raise WrongCommandError(done.stderr)
 
 
-def simple_commands(script: str) -> list[list[str]]:
-    """The words of each simple command, without assignments before it, redirections, and texts of `<<`."""
+def statements(script: str) -> list[str]:
+    """The statements of a script, each with all of its lines: of a quotation, and of a text of `<<`."""
+    found: list[str] = []
+    part, end_of_text = "", ""
+    for line in script.splitlines(keepends=True):
+        part += line
+        if end_of_text:
+            if line.strip() != end_of_text:
+                continue
+            end_of_text = ""
+        elif (here := HERE.search(part)) is not None:
+            end_of_text = here[1]
+            continue
+        elif part.endswith("\\\n") or _is_open(part):
+            continue
+        if part.strip():
+            found.append(part)
+        part = ""
+    return [*found, part] if part else found
+
+
+def words_of(statement: str) -> list[list[str]]:
+    """The words of each simple command of a statement, without assignments before it and redirections."""
+    if HERE.search(statement):
+        statement = statement.splitlines()[0]
+    reader = shlex.shlex(statement.replace("\\\n", " "), posix=True, punctuation_chars="|&;<>")
+    reader.whitespace_split = True
     commands: list[list[str]] = [[]]
-    for line in _logical_lines(script):
-        reader = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
-        reader.whitespace_split = True
-        words = list(reader)
-        skip = False
-        for word in words:
-            if skip:
-                skip = False
-            elif word in OPERATORS:
-                commands.append([])
-            elif word.startswith(("<", ">")):
-                skip = True
-            else:
-                commands[-1].append(word)
-        commands.append([])
+    words = iter(reader)
+    for word in words:
+        if word in OPERATORS:
+            commands.append([])
+        elif word.startswith(("<", ">")):
+            next(words)
+        else:
+            commands[-1].append(word)
     return [words for command in commands if (words := _without_assignments(command))]
+
+
+def simple_commands(script: str) -> list[list[str]]:
+    """The words of each simple command of a script."""
+    return [words for statement in statements(script) for words in words_of(statement)]
 
 
 def check(words: list[str], routes: dict[str, Any]) -> None:
@@ -160,29 +184,13 @@ def _without_assignments(words: list[str]) -> list[str]:
     return words
 
 
-def _logical_lines(script: str) -> list[str]:
-    """The lines of a script, each to the end of its quotations, without comments and texts of `<<`."""
-    found: list[str] = []
-    end_of_text = ""
-    part = ""
-    for line in script.splitlines():
-        if end_of_text:
-            end_of_text = "" if line == end_of_text else end_of_text
-            continue
-        part += line
-        if part.endswith("\\"):
-            part = part[:-1]
-            continue
-        try:
-            shlex.split(part, comments=True)
-        except ValueError:  # a quotation that has not ended
-            part += "\n"
-            continue
-        if (here := re.search(r"<<'?(\w+)'?", part)) is not None:
-            end_of_text = here[1]
-        found.append(part)
-        part = ""
-    return found
+def _is_open(statement: str) -> bool:
+    """Whether a quotation has not ended yet."""
+    try:
+        shlex.split(statement, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def _segue(words: list[str]) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import yaml
 
+from segue.cli.main import app
 from segue.config import EngineConfig
 from segue.router.app import create_router_app
 from segue.router.config import RouterConfig
@@ -42,6 +45,20 @@ SERVED_URL = "http://127.0.0.1:30000"
 MOST_LEFT_OUT = {"gpu": 3, "kubernetes": 2, "network": 4, "other-project": 6, "placeholder": 8}
 
 
+# Options of other programs, and one that a first design had.
+OPTIONS_OF_OTHERS = {
+    *("--check-weight-update-equal", "--help", "--long-prefill-token-threshold", "--strict", "--time"),
+    *("--worker-urls", "--no-page"),
+}
+# Routes of the training server, of the system port, and those that OpenAPI's description leaves out.
+OTHER_ROUTES = {
+    *("/add_inference_endpoint", "/remove_inference_endpoint", "/inference_endpoints", "/save_checkpoint"),
+    *("/sync_inference_weights", "/sync_status", "/train_step"),
+    *("/engine/hand_over", "/engine/wake_up", "/startup"),
+    *("/", "/leg", "/page_events"),
+}
+
+
 @pytest.fixture(scope="module")
 def routes() -> dict[str, Any]:
     """OpenAPI's description of an engine's routes and of a router's."""
@@ -62,7 +79,7 @@ def test_every_block_has_a_language_and_known_marks(page: Path) -> None:
             assert block.not_run in REASONS, f"{block}: the reason must be one of {REASONS}"
             assert block.language in (*COMMANDS, "python"), f"{block}: such a block is not run anyway"
         if (needs := block.marks.get("run with")) is not None:
-            assert needs in surroundings.NAMES and block.not_run is None, f"{block}: {needs}"
+            assert needs in surroundings.SURROUNDINGS and block.not_run is None, f"{block}: {needs}"
         assert (block.language in DATA) == ("is" in block.marks), f"{block}: say what it is, if it is data"
 
 
@@ -170,6 +187,72 @@ def test_each_request_is_answered(block: Block, server: LiveServer) -> None:
         url = server.url + request.url.removeprefix(SERVED_URL)
         reply = server.client.request(request.method, url, headers=request.headers, content=request.body)
         assert reply.status_code == 200, f"{block}: {reply.status_code} {reply.text}"
+
+
+def test_the_readme_shows_the_example_that_it_runs() -> None:
+    shown = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
+    assert (ROOT / "examples" / "ten_lines.py").read_text() in shown
+    assert len(shown[0].splitlines()) == 10
+
+
+@pytest.fixture(scope="module")
+def known_options() -> set[str]:
+    """Every option of Segue's commands, and every word in this repository's programs that looks like one."""
+    command: Any = typer.main.get_command(app)
+    found: set[str] = set()
+    commands = [command]
+    while commands:
+        command = commands.pop()
+        commands.extend(getattr(command, "commands", {}).values())
+        found.update(option for parameter in command.params for option in parameter.opts)
+    for folder in ("bench", "examples", "scripts", "tests/attack", "tests/clients"):
+        for program in (ROOT / folder).glob("*.py"):
+            text = program.read_text()
+            found.update(re.findall(r"--[a-z][a-z0-9-]+", text))
+            found.update(f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", text, re.M))
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_every_option_that_a_page_names_exists(page: Path, known_options: set[str]) -> None:
+    for number, line in prose(page):
+        for code in re.findall(r"`([^`]+)`", line):
+            options = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-]*…)", code)
+            unknown = set(options) - known_options - OPTIONS_OF_OTHERS
+            assert not unknown, f"{page.name}:{number}: {unknown}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_every_route_that_a_page_names_exists(page: Path, routes: dict[str, Any]) -> None:
+    for number, line in prose(page):
+        if "no such route" in line:
+            continue
+        for method, path in re.findall(r"`(GET|POST|DELETE) (/[^`?\s]+)", line):
+            if path not in OTHER_ROUTES:
+                try:
+                    shell.operation_of(method, path, routes)
+                except shell.WrongCommandError as error:
+                    raise AssertionError(f"{page.name}:{number}: {error}") from None
+
+
+def test_the_page_of_the_api_names_every_route(routes: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "http-api.md").read_text()
+    named = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", text))
+    described = {(method.upper(), path) for path, each in routes["paths"].items() for method in each}
+    assert described - named == set(), "add them to docs/http-api.md"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
+    groups = yaml.safe_load(text)["nav"]
+    named = [
+        page for group in groups for pages in group.values() for entry in pages for page in entry.values()
+    ]
+    own = {"index.md", "changelog.md", "contributing.md"}
+    assert len(named) == len(set(named))
+    assert set(named) == own | {
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    }
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
