@@ -92,7 +92,6 @@ class Session:
             program.chmod(0o755)
         self._environment = os.environ | {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "SEGUE_DISAGGREGATION_BOOTSTRAP_PORT": str(self.port(BOOTSTRAP_PORT)),
             "SEGUE_DRAIN_S": "0",
             "NO_COLOR": "1",
         }
@@ -132,6 +131,8 @@ class Session:
         kind = next(each for each in SERVERS if list(words)[: each.count(" ") + 1] == each.split())
         if (port := SERVERS[kind]) and _option(words, "--port") is None and "--config" not in words:
             words = [*words, "--port", str(self.port(port))]
+        if _option(words, "--role") == "prefill":
+            words = [*words, "--disaggregation-bootstrap-port", str(self.port(BOOTSTRAP_PORT))]
         self._servers.append(Server(words, self.folder, self._environment))
 
     def wait(self) -> None:
