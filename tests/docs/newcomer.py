@@ -116,7 +116,7 @@ def _chat() -> str:
             page.goto(URL)
             page.fill("#message", QUESTION)
             page.keyboard.press("Enter")
-            page.locator(".turn.model .note").filter(has_text="first token").wait_for(timeout=120_000)
+            page.locator(".turn.model .note").filter(has_text="· first token").wait_for(timeout=120_000)
             text = page.inner_text(".turn.model .text")
     if not text:
         raise RuntimeError("the model answered nothing")

@@ -45,10 +45,13 @@ class Server:
     """A command that goes on until it is stopped."""
 
     def __init__(self, words: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-        self._log = folder / f"server-{len(list(folder.glob('server-*')))}.log"
+        number = len(list(folder.glob("server-*.log")))
+        self._log = folder / f"server-{number}.log"
+        # What the processes of a cluster say goes to standard error; the cluster's own line does not.
+        self._output = self._log if words[0] == "gms" else folder / f"server-{number}.out"
         command = [sys.executable, "-m", "segue", *words]
-        with self._log.open("wb") as log:
-            self._process = start_child(command, stdout=log, stderr=log, cwd=folder, env=environment)
+        with self._log.open("ab") as log, self._output.open("ab") as output:
+            self._process = start_child(command, stdout=output, stderr=log, cwd=folder, env=environment)
         # An engine that stands by never says that it is ready.
         self._probe = _option(words, "--system-port") if "--shadow-mode" in words else None
 
@@ -69,7 +72,7 @@ class Server:
 
     def _is_ready(self) -> bool:
         if self._probe is None:
-            return "Ready" in self._log.read_text()
+            return "Ready" in self._output.read_text()
         with contextlib.suppress(OSError, urllib.error.HTTPError):
             return urllib.request.urlopen(f"http://127.0.0.1:{self._probe}/startup", timeout=5).status == 200
         return False
