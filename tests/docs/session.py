@@ -78,7 +78,7 @@ class Server:
         return False
 
 
-class Session:
+class PageSession:
     """What the blocks of one page share: a folder, ports, and the servers that the last one has started."""
 
     def __init__(self, folder: Path) -> None:

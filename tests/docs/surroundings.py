@@ -7,7 +7,7 @@ from collections.abc import Callable
 from bench.model_dir import write_tokenizer
 from tests.checkpoint import tiny
 from tests.docs.blocks import Block, blocks
-from tests.docs.session import Session
+from tests.docs.session import PageSession
 from tests.support.certificates import make_certificate
 from tests.support.tiny_model import write_model
 from tests.support.tool_model import write_tool_model
@@ -24,7 +24,7 @@ def train(model, batch):
 """
 
 
-def _trainer(session: Session, block: Block) -> str:
+def _trainer(session: PageSession, block: Block) -> str:
     """A small model that is being trained, and a server of the same model."""
     directory = session.folder / "small"
     if not directory.exists():
@@ -33,19 +33,19 @@ def _trainer(session: Session, block: Block) -> str:
     return TRAINER
 
 
-def _tool_model(session: Session, block: Block) -> str:
+def _tool_model(session: PageSession, block: Block) -> str:
     """A server of a model whose template knows tools."""
     directory = write_tool_model(session.folder / "tools")
     serve(session, "--model", str(directory), "--load-format", "dummy")
     return ""
 
 
-def _certificate(session: Session, block: Block) -> str:
+def _certificate(session: PageSession, block: Block) -> str:
     make_certificate(session.folder / "server.pem")
     return ""
 
 
-def _options(session: Session, block: Block) -> str:
+def _options(session: PageSession, block: Block) -> str:
     """The file of options that the page shows, but for a small model in place of one of the hub."""
     (shown,) = [each for each in blocks(block.page) if each.language == "toml"]
     model = write_model(session.folder / "small")
@@ -54,13 +54,13 @@ def _options(session: Session, block: Block) -> str:
     return ""
 
 
-def _prompts(session: Session, block: Block) -> str:
+def _prompts(session: PageSession, block: Block) -> str:
     lines = ('{"prompt": "One", "max_tokens": 4}\n', '{"prompt": "Two", "max_tokens": 4}\n')
     (session.folder / "prompts.jsonl").write_text("".join(lines))
     return ""
 
 
-SURROUNDINGS: dict[str, Callable[[Session, Block], str]] = {
+SURROUNDINGS: dict[str, Callable[[PageSession, Block], str]] = {
     "certificate": _certificate,
     "prompts.jsonl": _prompts,
     "segue.toml": _options,
@@ -69,13 +69,13 @@ SURROUNDINGS: dict[str, Callable[[Session, Block], str]] = {
 }
 
 
-def serve(session: Session, *options: str) -> None:
+def serve(session: PageSession, *options: str) -> None:
     """Start one server, in place of those that run."""
     session.stop()
     session.start(["serve", *options])
     session.wait()
 
 
-def make(session: Session, block: Block) -> str:
+def make(session: PageSession, block: Block) -> str:
     """Make what a block needs; returns the text that stands before a program of Python."""
     return SURROUNDINGS[block.marks["run with"]](session, block)

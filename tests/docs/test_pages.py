@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs import surroundings
 from tests.docs.blocks import COMMANDS, Block, blocks, pages
-from tests.docs.session import Session, needs_server
+from tests.docs.session import PageSession, needs_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -19,7 +19,7 @@ def runnable(page: Path) -> list[Block]:
 
 @pytest.mark.parametrize("page", [page for page in pages() if runnable(page)], ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = PageSession(tmp_path)
     try:
         for block in runnable(page):
             prelude = ""
