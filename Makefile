@@ -14,13 +14,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
+DOCS_STAMP := $(VENV)/.stamp-docs
 CLIENTS := .clients
 
 named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
 shapes = $$($(BIN)/python -c 'from bench.suite import model_dir; print(model_dir("$(1)"))')
 
 .DEFAULT_GOAL := setup
-.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench screenshot clients gpu-test gpu-bench gpu-sync-bench clean help
+.PHONY: setup model demo test lint types imports bytecode pytest together alone soak attack bench screenshot docs clients gpu-test gpu-bench gpu-sync-bench clean help
 
 setup: $(INSTALL_STAMP) ## create .venv with Segue, its dependencies and the development tools
 
@@ -76,7 +77,7 @@ together: model
 alone: model
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" tests)
 
-soak: model ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again, the wheel in bare environments
+soak: model $(DOCS_STAMP) ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again, the wheel in bare environments
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 # Each list of pins in tests/clients is an environment: requirements-NAME.txt is installed with its dependencies, and
@@ -116,6 +117,15 @@ bench: model ## the CPU benchmarks; results go to bench/results
 screenshot: model ## the README's picture of the web page, docs/images/page.png; needs Chromium
 	$(BIN)/python -m scripts.screenshot
 
+$(DOCS_STAMP): $(INSTALL_STAMP)
+	$(PIP) install -c constraints.txt $(PIP_ARGS) --no-build-isolation -e '.[docs]'
+	@touch $@
+
+# Once its packages are installed, it needs no network, and readers of the site never do. The variable switches off
+# an advertisement.
+docs: $(DOCS_STAMP) ## the documentation as a site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+
 gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
 	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
 
@@ -132,7 +142,7 @@ gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on t
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --name gpu_weight_sync_host$(named_tp) && exit $$missed
 
 clean: ## remove .venv and every cache in this directory (not the models in your user cache)
-	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.links import anchors
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "segue"
 PROGRAMS = [ROOT / name for name in ("bench", "examples", "scripts")]
 # Folders of tests that are not about one room.
-OTHERS = {"attack", "clients", "deploy", "e2e", "fixtures", "gpu", "support"}
+OTHERS = {"attack", "clients", "deploy", "docs", "e2e", "fixtures", "gpu", "support"}
 # Test files about a whole room, or about several of its modules together.
 WHOLE_ROOM = {
     "checkpoint": {"smollm2"},
@@ -121,12 +123,6 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         if not path.exists() or (anchor and anchor not in anchors(path)):
             wrong.append(link)
     assert wrong == []
-
-
-def anchors(path: Path) -> set[str]:
-    """The anchors that a page of Markdown has by its headings, as they are shown on the web."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def prose() -> Iterator[Path]:

@@ -24,6 +24,7 @@ from segue.options import (
     option,
     parse_list,
     parse_names,
+    parse_places,
     parse_sizes,
     parse_urls,
 )
@@ -380,9 +381,12 @@ class EngineConfig(Options):
         None,
         "Host names that requests to this server may use, besides localhost and --host, separated by commas; "
         "'*': any. Default: none on a loopback address, else any.",
+        check=parse_list,
     )
     cors_origin: str | None = _server(
-        None, "Origins of web pages that may use this server, separated by commas; '*': any; default: none."
+        None,
+        "Origins of web pages that may use this server, separated by commas; '*': any; default: none.",
+        check=parse_list,
     )
     weights_root: str | None = _server(
         None,
@@ -511,11 +515,13 @@ class EngineConfig(Options):
         "file",
         "Where an engine of a cohort puts its record once it serves, for routers: some of 'file', 'etcd' and "
         "'kubernetes', separated by commas; 'none': nowhere.",
+        check=parse_list,
     )
     discovery_target: str | None = _failover(
         None,
         "Where each backend of --discovery is, in its order and separated by commas: for 'file' a directory, "
         "by default --failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace, by default its own.",
+        check=parse_places,
     )
     discovery_ttl_s: float = _failover(
         10.0,

@@ -281,6 +281,11 @@ def parse_list(text: str, name: str, separator: str = ",") -> list[str]:
     return parts
 
 
+def parse_places(text: str, name: str) -> list[str]:
+    """Return the entries of an option like ",http://etcd:2379", of which some may be empty."""
+    return [part.strip() for part in text.split(",")]
+
+
 def parse_names(text: str, name: str) -> list[str]:
     """Return the names of an option like "gpt-4o,my-model".
 

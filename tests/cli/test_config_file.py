@@ -17,7 +17,16 @@ from segue.cluster.config import ClusterConfig
 from segue.config import EngineConfig
 from segue.errors import ConfigError
 from segue.gms.config import GmsConfig
-from segue.options import OptionAlias, Options, option, parse_list, parse_sizes, variable
+from segue.options import (
+    OptionAlias,
+    Options,
+    OptionSet,
+    option,
+    parse_list,
+    parse_sizes,
+    value_of_file,
+    variable,
+)
 from segue.router.config import RouterConfig
 
 
@@ -113,6 +122,14 @@ def test_a_cluster_takes_its_options_from_a_file() -> None:
     assert (config.router.port, config.engine.max_model_len) == (99, 32)
     with pytest.raises(ConfigError, match="unknown option 'x'"):
         ClusterConfig.create({}, file={"x": 1})
+
+
+@pytest.mark.parametrize("options_class", [EngineConfig, RouterConfig, ClusterConfig, GmsConfig])
+def test_every_option_that_is_a_list_may_be_an_array(options_class: type[OptionSet]) -> None:
+    lists = [each for each, _ in options_class.listed() if "separated by" in each.metadata["help"]]
+    assert lists and [each.name for each in lists if each.metadata["check"] is None] == []
+    hosts = {each.name: (each, kind) for each, kind in options_class.listed()}.get("allowed_hosts")
+    assert hosts is None or value_of_file(*hosts, ["gpu-1", "gpu-1.lan"]) == "gpu-1,gpu-1.lan"
 
 
 @pytest.mark.parametrize("options_class", [EngineConfig, RouterConfig, GmsConfig])

@@ -12,7 +12,16 @@ from segue.discovery.opening import parse_backends, parse_targets
 from segue.errors import ConfigError
 from segue.logs import LogFormat
 from segue.messages.fleet import Role
-from segue.options import Options, check_key, check_root_path, option, parse_urls, spelling
+from segue.options import (
+    Options,
+    check_key,
+    check_root_path,
+    option,
+    parse_list,
+    parse_places,
+    parse_urls,
+    spelling,
+)
 from segue.router.choice import RoutingPolicy, RoutingRules
 from segue.router.upstream import tls_context
 from segue.tracing.endpoint import parse_endpoint
@@ -56,6 +65,7 @@ class RouterConfig(Options):
         None,
         "Where each backend of --discovery is, in its order and separated by commas: for 'file' the engines' "
         "--failover-dir, for 'etcd' a URL, for 'kubernetes' a namespace, by default the router's own.",
+        check=parse_places,
     )
     worker_api_key: str | None = _workers(
         None, "API key of the engines. Clients' own keys are never sent to them.", check=check_key
@@ -154,9 +164,12 @@ class RouterConfig(Options):
         None,
         "Host names that requests to this router may use, besides localhost and --host, separated by commas; "
         "'*': any. Default: none on a loopback address, else any.",
+        check=parse_list,
     )
     cors_origin: str | None = _server(
-        None, "Origins of web pages that may use this router, separated by commas; '*': any; default: none."
+        None,
+        "Origins of web pages that may use this router, separated by commas; '*': any; default: none.",
+        check=parse_list,
     )
     disable_webpage: bool = _server(False, "Serve no web page at / (charts, a log of events, a chat).")
     max_body_mib: int = _server(16, "Largest request body, in MiB.", minimum=1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from segue.checkpoint.gguf import weights as gguf_weights
 from segue.checkpoint.source import ModelSource, resolve
-from segue.config import Device
+from segue.config import Device, EngineConfig
 from segue.errors import ConfigError, InvalidRequestError
 
 
@@ -21,9 +21,17 @@ class TrainedModel:
     """Parameters, optimizer and tokenizer of one model; methods must be called one at a time."""
 
     def __init__(
-        self, model: str | None, *, device: Device, dtype: str, learning_rate: float, cache_dir: str
+        self,
+        model: str | None = None,
+        *,
+        device: Device = "auto",
+        dtype: str = "float32",
+        learning_rate: float = 1e-5,
+        cache_dir: str | None = None,
     ) -> None:
         """``model`` and ``cache_dir`` are as for an engine, so that both can use the same files.
+
+        Without a ``model`` it is the bundled one. ``dtype`` is that of the weights, also when they are sent.
 
         Raises:
             ConfigError: there is no such model or device, or a file is damaged.
@@ -33,7 +41,7 @@ class TrainedModel:
         place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        source = resolve(model, "auto", cache_dir)
+        source = resolve(model, "auto", cache_dir or EngineConfig.create().cache_dir)
         self.name = source.name
         self.module = load_model(source, getattr(torch, dtype)).to(place).train()
         self.num_steps = 0
