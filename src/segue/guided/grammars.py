@@ -7,6 +7,7 @@ import json
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from segue.guided.formats import with_bounds
 from segue.messages.guided import GrammarSpec
 
 MAX_GRAMMAR_BYTES = 1 << 16  # of a grammar's text
@@ -38,11 +39,10 @@ def to_llguidance(spec: GrammarSpec) -> str:
             case "json_schema" if spec.text.strip() == "false":
                 raise GrammarError("no JSON fits the schema false; give another one")
             case "json_schema":
-                if '"x-guidance"' in spec.text:  # it may have its own rules of spaces
-                    return LLMatcher.grammar_from_json_schema(spec.text)
-                return LLMatcher.grammar_from_json_schema(
-                    spec.text, defaults={"whitespace_pattern": JSON_SPACE}
-                )
+                text = with_bounds(spec.text)
+                if '"x-guidance"' in text:  # it may have its own rules of spaces
+                    return LLMatcher.grammar_from_json_schema(text)
+                return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_SPACE})
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
