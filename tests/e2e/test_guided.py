@@ -183,4 +183,4 @@ def test_the_bundled_model_answers_200_schemas_as_they_want_it(temperature: floa
     schemas = [random_schema(random) for _ in range(200)]
     with segue.Engine(max_running_requests=BATCH, embedded=True, log_level="error") as bundled:
         outcome = answer(bundled, schemas, temperature)
-    assert (len(outcome["ids"]), outcome["wrong"], outcome["by_length"]) == (200, [], 0)
+    assert (len(outcome["ids"]), outcome["wrong"], outcome["cut"]) == (200, [], [])
