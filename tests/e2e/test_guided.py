@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import pytest
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
 from segue.errors import InvalidRequestError
+from segue.guided.matchers import Guide
 from segue.messages.control import PauseMode
+from tests.conftest import WaitUntil
 from tests.e2e.engines import state, until
 from tests.support.fake_engine import assert_nothing_left
 
@@ -157,6 +160,25 @@ def test_a_preempted_output_is_the_uninterrupted_one(engine: segue.Engine) -> No
     together = engine.generate(PROMPTS[:1] * 8, params)
     assert state(engine)["num_preemptions"] > before
     assert [each["output_ids"] for each in together] == [each["output_ids"] for each in alone]
+
+
+@pytest.mark.parametrize("mode", ["finished", "aborted"])
+def test_what_a_grammar_needs_is_freed_with_its_request(
+    engine: segue.Engine, wait_until: WaitUntil, mode: str
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        count = 20 if mode == "finished" else 450
+        reply = thread.submit(engine.generate, PROMPTS[0], drawn(count, regex="[ab]{499}"))
+        if mode == "aborted":
+            until(engine, running_batch_size=1)
+            engine.pause_generation("abort")
+        assert reason(reply.result()) == ("length" if mode == "finished" else "abort")
+    wait_until(lambda: num_matchers() == 0, what="its matcher is freed, although no step follows")
+
+
+def num_matchers() -> int:
+    """Requests whose place in a grammar the engine in this process keeps."""
+    return sum(type(each) is Guide and each.matcher is not None for each in gc.get_objects())
 
 
 def test_a_wrong_grammar_is_an_error_before_anything_is_queued(engine: segue.Engine) -> None:

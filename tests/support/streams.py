@@ -24,9 +24,12 @@ def every_kind(model: str, tokens: int) -> list[tuple[str, dict[str, Any]]]:
     chat = {"model": model, "messages": [{"role": "user", "content": WORDS}]}
     openai = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     stops = {"stop": ["no reply has this text"], "temperature": 0.7, "seed": 5}
-    answers = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 30, "maxItems": 30}
+    answers = {
+        **{"type": "array", "items": {"enum": ["yes", "no"]}, "x-guidance": {"whitespace_flexible": False}},
+        **{"minItems": tokens // 10, "maxItems": tokens // 10},
+    }
     schema = {"type": "json_schema", "json_schema": {"schema": answers}}
-    guided = openai | {"max_tokens": 8 * tokens, "temperature": 0.9, "seed": 4, "response_format": schema}
+    guided = openai | {"temperature": 0.9, "seed": 4, "response_format": schema}
     regex = {"regex": f"([a-f]{{1,3}}-[0-9]{{1,3}};){{{tokens},}}", "sampling_seed": 7}
     return [
         ("/generate", {"text": WORDS, "stream": True, "sampling_params": greedy}),

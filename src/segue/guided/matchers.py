@@ -108,6 +108,12 @@ class Matchers:
         guide = self._guides[slot] = Guide(mask, params.late_eos, ready=Future())
         guide.ready = self._submit(lambda: self._begin(guide, spec, outputs))
 
+    def forget(self, slots: Sequence[int]) -> None:
+        """Free what is kept of slots whose requests have ended; no step that is still to run may use them."""
+        guides = [guide for slot in slots if (guide := self._guides.pop(slot, None)) is not None]
+        if guides:
+            self._submit(lambda: _free(guides))
+
     def allowed(self, slots: NDArray[np.int64]) -> Allowed | None:
         """Return what the rows with these slots may draw, once that is known; None: none is guided."""
         if not self._guides:
@@ -243,3 +249,8 @@ class Matchers:
             elif guide.late_eos and (others := mask & ~self._eos_mask).any():
                 mask = others
             guide.mask[:] = mask
+
+
+def _free(guides: Sequence[Guide]) -> None:
+    for guide in guides:
+        guide.matcher = None
