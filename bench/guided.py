@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -116,10 +117,22 @@ def answer(engine: Any, schemas: list[dict[str, Any]], temperature: float) -> di
     return {"ids": ids, "wrong": wrong, "cut": cut, "seconds": time.monotonic() - began}
 
 
+FORMATS = jsonschema.FormatChecker(["date", "uuid"])
+TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+
+
+@FORMATS.checks(
+    "time"
+)  # that of jsonschema is another one, of an old draft: it takes no zone and no fraction
+def is_time(value: object) -> bool:
+    """Whether a text is a full time of RFC 3339; what is no text passes."""
+    return not isinstance(value, str) or TIME.fullmatch(value) is not None
+
+
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
     """Whether a text is JSON that fits the schema; formats count."""
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
     except (ValueError, jsonschema.ValidationError):
         return False
     return True

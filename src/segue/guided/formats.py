@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+# llguidance gives every February 29 days. In RFC 3339 only those of leap years have as many.
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DAY = rf"([0-9]{{4}}-(0[13-9]|1[0-2])-[0-9]{{2}}|[0-9]{{4}}-02-([01][0-9]|2[0-8])|{_LEAP}-02-29)"
 # Each pattern is required beside the format itself, so it need not say more than what is bounded.
 BOUNDS = {
     # RFC 3339 lets a fraction have any number of digits; nine are nanoseconds.
     "time": r"^[^.]*(\.[0-9]{1,9}[^0-9]*([0-9]{2}:[0-9]{2})?)?$",
-    "date-time": r"^[^.]*(\.[0-9]{1,9}[^0-9]*([0-9]{2}:[0-9]{2})?)?$",
+    "date": f"^{_DAY}$",
+    "date-time": rf"^{_DAY}[tT][^.]*(\.[0-9]{{1,9}}[^0-9]*([0-9]{{2}}:[0-9]{{2}})?)?$",
     # Numbers of any length in RFC 3339; twelve digits of seconds are 31,000 years.
     "duration": r"^PT?([0-9]{1,12}[A-Z]T?)+$",
     # RFC 5321, 4.5.3.1: 64 before the @, 255 behind it; its labels are those of a host name.
