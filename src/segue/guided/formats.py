@@ -26,8 +26,10 @@ BOUNDS = {
     "hostname": r"^.{1,253}$",
 }
 # Keywords by what they have as their value. All others have values that are no schemas.
-_SCHEMA = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not")
-_SCHEMA += ("if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
+_SCHEMA = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not"),
+    *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
+)
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 

@@ -13,17 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from segue.guided.beginning import LIMITS
 from segue.guided.grammars import GrammarError, reason_of, to_llguidance
 from segue.logs import logger
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
-# The work that the beginning of a grammar may need, so that none keeps the steps of all requests waiting.
-# It is three times what an enumeration of 7000 strings needs, or 300 properties with dates.
-MAX_FIRST_WORK = 300_000
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
@@ -198,8 +196,7 @@ class Matchers:
         if matcher is None:
             if self._tokenizer is None:  # its preparation has failed, as the log says
                 raise GrammarError("the vocabulary of this model cannot be used for it")
-            limits = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
-            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=limits)
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=LIMITS)
             if len(self._compiled) == MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled[spec] = matcher
