@@ -114,6 +114,15 @@ def test_random_schemas_are_answered_as_they_want_it(engine: segue.Engine) -> No
     assert len(ended) > 3 and all(is_valid(text, schema) for text, schema in ended), ended
 
 
+def test_each_of_four_choices_fits_the_schema(engine: segue.Engine) -> None:
+    params = drawn(100, json_schema=PERSON, n=4)
+    replies = engine.generate(PROMPTS[0], params)
+    assert [reason(reply) for reply in replies] == ["stop"] * 4
+    for reply in replies:
+        jsonschema.validate(json.loads(reply["text"]), PERSON)
+    assert len({reply["text"] for reply in replies}) > 1, "each draws with a seed of its own"
+
+
 def test_limits_and_stops_count_as_ever(engine: segue.Engine) -> None:
     cut = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{20}"))
     assert re.fullmatch("[ab]{5}", cut["text"]) and reason(cut) == "length"
