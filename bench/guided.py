@@ -1,7 +1,7 @@
 """Measures guided output on a CPU: is it valid, how long do grammars take, and what does a step pay for it?
 
-With the bundled model, 200 random JSON schemas, whose strings and arrays are bounded, are answered in batches
-of 16; each reply is validated by jsonschema. Grammars are checked and compiled as the engine does it,
+With the bundled model, 200 random JSON schemas, whose strings and arrays are bounded, are answered, 16 at a
+time; each reply is validated by jsonschema. Grammars are checked and compiled as the engine does it,
 and masks are computed along the replies, one row at a time. A timed step has 16 rows and no prompt: unguided,
 or guided by a schema whose replies do not end. Both take turns; medians.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jsonschema
@@ -32,7 +34,7 @@ from segue.messages.guided import GrammarSpec, GuidedVocabulary
 
 NUM_SCHEMAS = 200
 BATCH = 16
-NUM_TOKENS = 96  # of the timed requests
+NUM_TOKENS = 64  # of the timed requests
 MAX_TOKENS = 1024  # of a schema's reply
 COMPILE_BAR_MS, STEP_BAR = 5.0, 1.3
 # A string that is longer than the timed requests, so that nothing ends early; most tokens are allowed.
@@ -76,31 +78,61 @@ def prompt_of(schema: dict[str, Any]) -> str:
 
 
 def answer(engine: Any, schemas: list[dict[str, Any]], temperature: float) -> dict[str, Any]:
-    """Answer all schemas, and count what came of them; `ids` are those of each reply."""
-    ids, wrong, by_length = list[list[int]](), list[str](), 0
-    for at in range(0, len(schemas), BATCH):
-        part = schemas[at : at + BATCH]
-        params = [
-            {
-                "json_schema": schema,
-                "temperature": temperature,
-                "max_new_tokens": MAX_TOKENS,
-                "sampling_seed": at,
-            }
-            for schema in part
+    """Answer all schemas, and count what came of them; `ids` are those of each reply.
+
+    Requests always wait, so that no row stays empty until the longest reply of a batch ends.
+    """
+    params = [
+        {
+            "json_schema": schema,
+            "temperature": temperature,
+            "max_new_tokens": MAX_TOKENS,
+            "sampling_seed": index,
+        }
+        for index, schema in enumerate(schemas)
+    ]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2 * BATCH) as pool:
+        futures = [
+            pool.submit(engine.generate, prompt_of(schema), each)
+            for schema, each in zip(schemas, params, strict=True)
         ]
-        for schema, reply in zip(part, engine.generate(list(map(prompt_of, part)), params), strict=True):
-            ids.append(reply["output_ids"])
-            by_length += reply["meta_info"]["finish_reason"]["type"] != "stop"
-            if not is_valid(reply["text"], schema):
-                wrong.append(f"{json.dumps(schema)} -> {reply['text']}")
-    return {"ids": ids, "wrong": wrong, "by_length": by_length}
+        for count, future in enumerate(as_completed(futures), 1):
+            future.result()
+            if count % 50 == 0 or count == len(schemas):
+                seconds = time.monotonic() - began
+                print(
+                    f"temperature {temperature}: {count} of {len(schemas)} replies, {seconds:.0f} s",
+                    flush=True,
+                )
+    ids, wrong, cut = list[list[int]](), list[str](), list[str]()
+    for schema, future in zip(schemas, futures, strict=True):
+        reply = future.result()
+        ids.append(reply["output_ids"])
+        told = f"{json.dumps(schema)} -> {reply['text']}"
+        if reply["meta_info"]["finish_reason"]["type"] != "stop":
+            cut.append(told)
+        if not is_valid(reply["text"], schema):
+            wrong.append(told)
+    return {"ids": ids, "wrong": wrong, "cut": cut, "seconds": time.monotonic() - began}
+
+
+FORMATS = jsonschema.FormatChecker(["date", "uuid"])
+TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+
+
+@FORMATS.checks(
+    "time"
+)  # that of jsonschema is another one, of an old draft: it takes no zone and no fraction
+def is_time(value: object) -> bool:
+    """Whether a text is a full time of RFC 3339; what is no text passes."""
+    return not isinstance(value, str) or TIME.fullmatch(value) is not None
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
     """Whether a text is JSON that fits the schema; formats count."""
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
@@ -183,6 +215,7 @@ def main() -> int:
                 step_ms(engine, sampled | {"ignore_eos": True}),
                 step_ms(engine, sampled | {"json_schema": TIMED}),
             )
+            print(f"steps: repetition {repetition} of {args.repetitions}", flush=True)
             if repetition > 0:  # the first warms up
                 for name, (clock_ms, cpu_ms) in zip(steps, pair, strict=True):
                     steps[name].append(round(clock_ms, 2))
@@ -195,9 +228,9 @@ def main() -> int:
     cpu_medians = {name: statistics.median(values) for name, values in cpu.items()}
     ratio = medians["guided"] / medians["unguided"]
     wrong = sum(len(outcome["wrong"]) for outcome in outcomes.values())
-    by_length = sum(outcome["by_length"] for outcome in outcomes.values())
+    by_length = sum(len(outcome["cut"]) for outcome in outcomes.values())
     for outcome in outcomes.values():
-        for text in outcome["wrong"][:5]:
+        for text in [*outcome["wrong"][:5], *outcome["cut"][:5]]:
             print(text)
     rows = [[name, *(f"{value:.2f}" for value in found.values())] for name, found in times.items()]
     report.show(f"{args.schemas} schemas, ms", ["", "p50", "p99", "max"], rows)
@@ -214,8 +247,9 @@ def main() -> int:
             name: {
                 "count": len(outcome["ids"]),
                 "not_valid": len(outcome["wrong"]),
-                "by_length": outcome["by_length"],
+                "by_length": len(outcome["cut"]),
                 "tokens": sum(map(len, outcome["ids"])),
+                "seconds": round(outcome["seconds"], 1),
             }
             for name, outcome in outcomes.items()
         },

@@ -76,6 +76,10 @@ def test_the_prompts_of_a_native_batch_have_the_same_number_of_choices() -> None
         native(text=["a", "b"], sampling_params=[{"n": 2}, {}])
     with pytest.raises(SegueError, match="n=0: must be at least 1"):
         native(sampling_params={"n": 0})
+    native(sampling_params={"n": 2, "best_of": 2})
+    with pytest.raises(SegueError, match="best_of=3 is supported only where it is n, which is 1") as error:
+        native(sampling_params={"best_of": 3})
+    assert error.value.param == "best_of"
     with pytest.raises(SegueError, match="best_of=4"):
         tokens(n=2, best_of=4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import pytest
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
 from segue.errors import InvalidRequestError
+from segue.guided.matchers import Guide
 from segue.messages.control import PauseMode
+from tests.conftest import WaitUntil
 from tests.e2e.engines import state, until
 from tests.support.fake_engine import assert_nothing_left
 from tests.support.held_steps import hold_here
@@ -112,6 +115,15 @@ def test_random_schemas_are_answered_as_they_want_it(engine: segue.Engine) -> No
     assert len(ended) > 3 and all(is_valid(text, schema) for text, schema in ended), ended
 
 
+def test_each_of_four_choices_fits_the_schema(engine: segue.Engine) -> None:
+    params = drawn(100, json_schema=PERSON, n=4)
+    replies = engine.generate(PROMPTS[0], params)
+    assert [reason(reply) for reply in replies] == ["stop"] * 4
+    for reply in replies:
+        jsonschema.validate(json.loads(reply["text"]), PERSON)
+    assert len({reply["text"] for reply in replies}) > 1, "each draws with a seed of its own"
+
+
 def test_limits_and_stops_count_as_ever(engine: segue.Engine) -> None:
     cut = engine.generate(PROMPTS[0], drawn(5, regex="[ab]{20}"))
     assert re.fullmatch("[ab]{5}", cut["text"]) and reason(cut) == "length"
@@ -165,6 +177,25 @@ def test_a_preempted_output_is_the_uninterrupted_one(engine: segue.Engine) -> No
     assert [each["output_ids"] for each in together] == [each["output_ids"] for each in alone]
 
 
+@pytest.mark.parametrize("mode", ["finished", "aborted"])
+def test_what_a_grammar_needs_is_freed_with_its_request(
+    engine: segue.Engine, wait_until: WaitUntil, mode: str
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        count = 20 if mode == "finished" else 450
+        reply = thread.submit(engine.generate, PROMPTS[0], drawn(count, regex="[ab]{499}"))
+        if mode == "aborted":
+            until(engine, running_batch_size=1)
+            engine.pause_generation("abort")
+        assert reason(reply.result()) == ("length" if mode == "finished" else "abort")
+    wait_until(lambda: num_matchers() == 0, what="its matcher is freed, although no step follows")
+
+
+def num_matchers() -> int:
+    """Requests whose place in a grammar the engine in this process keeps."""
+    return sum(type(each) is Guide and each.matcher is not None for each in gc.get_objects())
+
+
 def test_a_wrong_grammar_is_an_error_before_anything_is_queued(engine: segue.Engine) -> None:
     for fields, param in (({"regex": "("}, "regex"), ({"json_schema": {"not": {}}}, "json_schema")):
         with pytest.raises(InvalidRequestError) as raised:
@@ -189,4 +220,4 @@ def test_the_bundled_model_answers_200_schemas_as_they_want_it(temperature: floa
     schemas = [random_schema(random) for _ in range(200)]
     with segue.Engine(max_running_requests=BATCH, embedded=True, log_level="error") as bundled:
         outcome = answer(bundled, schemas, temperature)
-    assert (len(outcome["ids"]), outcome["wrong"], outcome["by_length"]) == (200, [], 0)
+    assert (len(outcome["ids"]), outcome["wrong"], outcome["cut"]) == (200, [], [])

@@ -14,12 +14,24 @@ from typing import Any
 import httpx
 import pytest
 
+from segue.messages.control import PauseMode
 from tests.e2e.served import greedy
 from tests.e2e.test_router import routing, until
 from tests.server.live import LiveServer
 
 NUM_CLIENTS = 4
 PROMPTS = [[*range(start, start + 20)] for start in range(5, 11)]
+GUIDES: list[dict[str, Any]] = [  # of outputs of 60 to 250 tokens
+    {"regex": "([0-9]{3}-){29}[0-9]", "sampling_seed": 1},
+    {"ebnf": 'root ::= ("x" | "y" [0-9]){60,90}', "sampling_seed": 2},
+    {"regex": "[ab]{90,120}", "sampling_seed": 3},
+    {
+        "json_schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 30, "maxItems": 30},
+        "sampling_seed": 4,
+    },
+    {"regex": "(a{2}[bc]{3}){20}", "temperature": 0.0},
+    {"regex": "([d-f]{25}-){3}", "sampling_seed": 6},
+]
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -71,7 +83,7 @@ class Load:
         wait_until(lambda: self.num_replies >= goal, what="further replies")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fleet(tiny_model: Path) -> Iterator[tuple[str, list[LiveServer]]]:
     """A router, a process of its own, and the prefill engine and the two decode engines behind it."""
     with ExitStack() as stack:
@@ -89,6 +101,12 @@ def roles(url: str) -> Counter[str]:
 
 def ask(engine: LiveServer, body: dict[str, Any]) -> httpx.Response:
     return engine.client.post("/generate", json=body)
+
+
+def num_generated(engines: list[LiveServer]) -> int:
+    """The output tokens that all engines have made so far."""
+    infos = [engine.client.get("/server_info").json() for engine in engines]
+    return sum(info["internal_states"][0]["num_generated_tokens"] for info in infos)
 
 
 def num_adopted(engine: LiveServer) -> int:
@@ -125,3 +143,39 @@ def test_no_request_fails_while_roles_change_and_engines_drain(
         load.go_on(wait_until)
     handed_over = sum(num_adopted(engine) for engine in engines)
     assert handed_over > 0
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["in_place", "retract", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("wait", "abort"))],
+)
+def test_guided_output_that_is_handed_over_and_paused_is_that_of_one_engine(
+    fleet: tuple[str, list[LiveServer]], mode: PauseMode
+) -> None:
+    url, engines = fleet
+    bodies = [
+        {"input_ids": prompt, "sampling_params": {"temperature": 1.0, "max_new_tokens": 250} | guide}
+        for prompt, guide in zip(PROMPTS, GUIDES, strict=True)
+    ]
+    expected = [ask(engines[1], body).json() for body in bodies]
+    adopted = sum(map(num_adopted, engines))
+    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(len(bodies)) as threads:
+        futures = [threads.submit(http.post, "/generate", json=body) for body in bodies]
+        num_interrupted, made = 0, num_generated(engines)
+        while num_interrupted < 6 and not all(future.done() for future in futures):
+            now = num_generated(engines)
+            if now == made:
+                continue
+            for path, body in (("/pause_generation", {"mode": mode}), ("/continue_generation", {})):
+                assert http.post(path, json=body).status_code == 200
+            num_interrupted, made = num_interrupted + 1, num_generated(engines)
+        replies = [future.result().json() for future in futures]
+    assert num_interrupted > (0 if mode in ("wait", "abort") else 3)
+    assert sum(map(num_adopted, engines)) > adopted
+    for reply, whole, guide in zip(replies, expected, GUIDES, strict=True):
+        assert whole["meta_info"]["finish_reason"]["type"] == "stop"
+        if mode == "abort":
+            assert whole["text"].startswith(reply["text"])
+        else:
+            assert reply["output_ids"] == whole["output_ids"], guide
+            assert reply["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]

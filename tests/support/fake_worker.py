@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,9 @@ class EchoRunner(FakeRank):
 
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """It echoes, whatever a grammar says."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """It keeps no grammars."""
 
     def forward_batch(self, plan: StepPlan) -> Done:
         self._sleep()

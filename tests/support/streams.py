@@ -15,12 +15,22 @@ WORDS = "the river ran past a small stone house and nobody came home before the 
 
 
 def every_kind(model: str, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Eight requests: three dialects, streamed or not, batches, logprobs, stop strings, penalties, seeds."""
+    """Ten requests: three dialects, streamed or not, batches, logprobs, stop strings, penalties, seeds.
+
+    The last two are guided: one output is as long as the others, and one ends where its grammar is complete.
+    """
     greedy = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     drawn = {"max_new_tokens": tokens, "temperature": 0.9, "ignore_eos": True, "frequency_penalty": 0.4}
     chat = {"model": model, "messages": [{"role": "user", "content": WORDS}]}
     openai = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     stops = {"stop": ["no reply has this text"], "temperature": 0.7, "seed": 5}
+    answers = {
+        **{"type": "array", "items": {"enum": ["yes", "no"]}, "x-guidance": {"whitespace_flexible": False}},
+        **{"minItems": tokens // 10, "maxItems": tokens // 10},
+    }
+    schema = {"type": "json_schema", "json_schema": {"schema": answers}}
+    guided = openai | {"temperature": 0.9, "seed": 4, "response_format": schema}
+    regex = {"regex": f"([a-f]{{1,3}}-[0-9]{{1,3}};){{{tokens},}}", "sampling_seed": 7}
     return [
         ("/generate", {"text": WORDS, "stream": True, "sampling_params": greedy}),
         ("/generate", {"text": WORDS, "stream": True, "return_logprob": True, "sampling_params": greedy}),
@@ -30,6 +40,8 @@ def every_kind(model: str, tokens: int) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/chat/completions", chat | openai),
         ("/v1/completions", {"model": model, "prompt": WORDS, "stream": True} | openai | stops),
         ("/v1/completions", {"model": model, "prompt": "b"} | openai | {"logprobs": 1}),
+        ("/generate", {"text": WORDS, "stream": True, "sampling_params": drawn | regex}),
+        ("/v1/chat/completions", chat | guided | {"stream": True}),
     ]
 
 

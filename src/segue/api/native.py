@@ -16,7 +16,7 @@ from msgspec import Raw, json
 
 from segue.api.asks_nothing import Place, without_nothing
 from segue.api.bootstrap import BOOTSTRAP_RULES, bootstraps
-from segue.api.choices import NumChoices, in_choices
+from segue.api.choices import NumChoices, in_choices, num_choices
 from segue.api.growing_json import GrowingList, GrowingText
 from segue.api.guided import RULES as GUIDED_RULES
 from segue.api.guided import SGLangFields, guided_options
@@ -74,6 +74,7 @@ class NativeSampling(SGLangFields, frozen=True, kw_only=True, rename=NAMES):
     skip_special_tokens: bool = True
     keep_stop: bool = False
     n: NumChoices = 1  # choices per prompt
+    best_of: int | None = None  # as many
 
 
 class NativeGenerate(RequestFields, frozen=True, kw_only=True):
@@ -232,7 +233,7 @@ def _options(
         must_fit=False,
         **guided_options(sampling, NAMES),
     )
-    return options, sampling.n
+    return options, num_choices(sampling.n, sampling.best_of)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from segue.frontend.thread_pool import ThreadPool
 from segue.guided import grammars
 from segue.messages.guided import GrammarSpec
 
-INLINE_CHARS = 2048  # of the largest grammar that is checked on the event loop: about a millisecond
 MAX_CHECKED = 256  # grammars whose reasons are remembered
 
 
@@ -26,7 +25,7 @@ class GrammarChecks:
         self._known: OrderedDict[GrammarSpec, str] = OrderedDict()  # the reason; "": it is right
 
     async def check(self, all_options: Iterable[SamplingOptions]) -> None:
-        """Check the grammars of a call's options, large ones in a thread.
+        """Check the grammars of a call's options in a thread.
 
         Raises:
             InvalidRequestError: the first that is wrong or not supported, or the model cannot be guided.
@@ -47,8 +46,7 @@ class GrammarChecks:
         """Return why a grammar cannot be used; "": it can."""
         reason = self._known.pop(spec, None)
         if reason is None:
-            inline = len(spec.text) <= INLINE_CHARS
-            reason = _reason(spec) if inline else await self._thread_pool.run(partial(_reason, spec))
+            reason = await self._thread_pool.run(partial(_reason, spec))  # even a short one may take long
             if len(self._known) >= MAX_CHECKED:
                 self._known.popitem(last=False)
         if len(spec.text) <= grammars.MAX_GRAMMAR_BYTES:

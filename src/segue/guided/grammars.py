@@ -7,6 +7,8 @@ import json
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from segue.guided import beginning
+from segue.guided.formats import with_bounds
 from segue.messages.guided import GrammarSpec
 
 MAX_GRAMMAR_BYTES = 1 << 16  # of a grammar's text
@@ -38,11 +40,10 @@ def to_llguidance(spec: GrammarSpec) -> str:
             case "json_schema" if spec.text.strip() == "false":
                 raise GrammarError("no JSON fits the schema false; give another one")
             case "json_schema":
-                if '"x-guidance"' in spec.text:  # it may have its own rules of spaces
-                    return LLMatcher.grammar_from_json_schema(spec.text)
-                return LLMatcher.grammar_from_json_schema(
-                    spec.text, defaults={"whitespace_pattern": JSON_SPACE}
-                )
+                text = with_bounds(spec.text)
+                if '"x-guidance"' in text:  # it may have its own rules of spaces
+                    return LLMatcher.grammar_from_json_schema(text)
+                return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_SPACE})
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.text)
             case "choice":
@@ -57,16 +58,20 @@ def to_llguidance(spec: GrammarSpec) -> str:
 
 
 def check(spec: GrammarSpec) -> None:
-    """Check a grammar as far as that is possible before any token is known.
+    """Check a grammar as far as that is possible without the vocabulary; it may take part of a second.
 
     Raises:
-        GrammarError: it is too large, wrong, or uses what llguidance does not support.
+        GrammarError: it is too large, wrong, uses what llguidance does not support, or takes too long to
+            begin.
     """
     if (size := len(spec.text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(to_llguidance(spec))
+    grammar = to_llguidance(spec)
+    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
         raise GrammarError(reason_of(" ".join(problems)))
+    if reason := beginning.what_is_wrong(grammar):
+        raise GrammarError(reason_of(reason))
 
 
 def reason_of(text: str) -> str:

@@ -13,17 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from segue.guided.beginning import LIMITS
 from segue.guided.grammars import GrammarError, reason_of, to_llguidance
 from segue.logs import logger
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
-# The work that the beginning of a grammar may need, so that none keeps the steps of all requests waiting.
-# It is three times what an enumeration of 7000 strings needs, or 300 properties with dates.
-MAX_FIRST_WORK = 300_000
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
@@ -107,6 +105,12 @@ class Matchers:
         mask = np.zeros(self._num_words, dtype=np.int32)
         guide = self._guides[slot] = Guide(mask, params.late_eos, ready=Future())
         guide.ready = self._submit(lambda: self._begin(guide, spec, outputs))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Free what is kept of slots whose requests have ended; no step that is still to run may use them."""
+        guides = [guide for slot in slots if (guide := self._guides.pop(slot, None)) is not None]
+        if guides:
+            self._submit(lambda: _free(guides))
 
     def allowed(self, slots: NDArray[np.int64]) -> Allowed | None:
         """Return what the rows with these slots may draw, once that is known; None: none is guided."""
@@ -192,8 +196,7 @@ class Matchers:
         if matcher is None:
             if self._tokenizer is None:  # its preparation has failed, as the log says
                 raise GrammarError("the vocabulary of this model cannot be used for it")
-            limits = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
-            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=limits)
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=LIMITS)
             if len(self._compiled) == MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled[spec] = matcher
@@ -243,3 +246,8 @@ class Matchers:
             elif guide.late_eos and (others := mask & ~self._eos_mask).any():
                 mask = others
             guide.mask[:] = mask
+
+
+def _free(guides: Sequence[Guide]) -> None:
+    for guide in guides:
+        guide.matcher = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,11 @@ class ModelRunner:
         """Take the vocabulary, which must come before the first guided request."""
         assert self._startup.matchers is not None, "only the rank that samples guides"
         self._startup.matchers.set_vocabulary(vocabulary)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget the grammars of slots that no submitted step uses."""
+        if self._startup.matchers is not None:
+            self._startup.matchers.forget(slots)
 
     def queue_behind(self, step: int) -> None:
         """Let what the calling thread does next come behind a step that was submitted; raises its error.

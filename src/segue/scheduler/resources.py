@@ -36,6 +36,7 @@ class Resources:
         self.prefix = PrefixCache(limits.page_size)
         self.free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.pending_free: deque[Released] = deque()
+        self.settled_slots: list[int] = []  # that became free since `take_settled` was called last
         self.publisher = PagePublisher(self.prefix) if publishes else None
 
     @property
@@ -81,6 +82,12 @@ class Resources:
             released = self.pending_free.popleft()
             if released.slot is not None:
                 self.free_slots.append(released.slot)
+                self.settled_slots.append(released.slot)
             self.free(released.pages)
             if released.node is not None:
                 self.prefix.unlock(released.node)
+
+    def take_settled(self) -> list[int]:
+        """Return the slots that became free since the last call; they may have been taken again."""
+        slots, self.settled_slots = self.settled_slots, []
+        return slots

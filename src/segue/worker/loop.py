@@ -113,6 +113,7 @@ class SchedulerLoop:
         self._decode_event = msgspec.msgpack.Decoder(RankEvent).decode
         self._throughput = Throughput(time.monotonic())
         self._warned_of_non_finite = False
+        self._has_vocabulary = False  # without it, no request was ever guided
         self._shown_handover = b""  # the counters that were reported last while no step ran
         self._running = True
 
@@ -133,6 +134,7 @@ class SchedulerLoop:
             if in_flight:
                 self._wait_for_turn(in_flight[0])
             plan = self.scheduler.plan(time.monotonic())
+            self._forget_settled()
             if plan is not None:
                 in_flight.append(self._launch(plan))
             self._advance_handover()  # pages are granted by `plan` also if there is nothing to launch
@@ -152,6 +154,7 @@ class SchedulerLoop:
         """Wait for a step's result, and send the tokens and ends that the scheduler makes of it."""
         result = launched.result()
         output = self.scheduler.apply(result, time.monotonic())
+        self._forget_settled()
         if output.counters.non_finite_logits and not self._warned_of_non_finite:
             self._warned_of_non_finite = True
             self._warn_of_non_finite(output)
@@ -160,6 +163,12 @@ class SchedulerLoop:
         self._write_journal()  # before the reply: nobody adopts what has failed if this engine dies now
         self._send(output)
         self._advance()
+
+    def _forget_settled(self) -> None:
+        """Let the runner forget the grammars of slots that are free, before a plan gives one to a request."""
+        slots = self.scheduler.resources.take_settled()
+        if slots and self._has_vocabulary:
+            self.runner.forget(slots)
 
     def _write_journal(self) -> None:
         """Note for an engine that takes over which pages it may use from now on."""
@@ -376,6 +385,7 @@ class SchedulerLoop:
                     self._send(self.scheduler.output())
             case GuidedVocabulary():
                 self.runner.set_vocabulary(message)
+                self._has_vocabulary = True
             case Abort():
                 finished = self.scheduler.abort(message)
             case Finish():

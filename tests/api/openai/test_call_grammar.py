@@ -15,6 +15,7 @@ from segue.api.parsers.message import MessageFormat, MessageParser
 from segue.frontend.chat_template import ToolFormat
 from segue.guided import grammars
 from segue.messages.guided import GrammarSpec
+from tests.support.byte_vocabulary import ByteVocabulary
 
 TOOLS = msgspec.convert(
     [
@@ -37,27 +38,13 @@ TOOLS = msgspec.convert(
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 ADD = '<tool_call>\n{"name": "a\\"dd", "arguments": {"x": [1]}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
-END = 256
-
-
-class Bytes:
-    """A vocabulary of single bytes, as llguidance asks for it."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    eos_token_id = END
-    special_token_ids = (END,)
-    tokens = (*(bytes([index]) for index in range(256)), b"<end>")
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
 
 
 def accepts(text: str, form: ToolFormat, **how: bool) -> bool:
     grammar = call_grammar(TOOLS, form, **({"several": False, "thinks": False, "thinking": False} | how))
     spec = GrammarSpec("grammar", grammar)
     grammars.check(spec)
-    matcher = LLMatcher(LLTokenizer(Bytes()), grammars.to_llguidance(spec))
+    matcher = LLMatcher(LLTokenizer(ByteVocabulary()), grammars.to_llguidance(spec))
     data = list(text.encode())
     return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
 
@@ -108,6 +95,6 @@ def test_as_many_tools_as_there_may_be_fit_and_a_name_is_written_as_the_prompt_h
     grammar = call_grammar(tools, "hermes", several=True, thinks=True, thinking=False)
     grammars.check(GrammarSpec("grammar", grammar))
     alone = call_grammar(tools[:1], "hermes", several=False, thinks=False, thinking=False)
-    matcher = LLMatcher(LLTokenizer(Bytes()), grammars.to_llguidance(GrammarSpec("grammar", alone)))
+    matcher = LLMatcher(LLTokenizer(ByteVocabulary()), grammars.to_llguidance(GrammarSpec("grammar", alone)))
     data = list('<tool_call>\n{"name": "número_0", "arguments": {}}\n</tool_call>'.encode())
     assert matcher.try_consume_tokens(data) == len(data)

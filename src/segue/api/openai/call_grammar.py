@@ -12,6 +12,7 @@ from segue.api.parsers import hermes, reasoning
 from segue.errors import InvalidRequestError
 from segue.frontend.chat_template import ChatForm, ToolFormat
 from segue.frontend.sampling_options import SamplingOptions
+from segue.guided.formats import bounded
 from segue.guided.grammars import JSON_SPACE, MAX_GRAMMAR_BYTES
 from segue.messages.guided import GrammarSpec
 
@@ -94,7 +95,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object in any case."""
     given = tool.function.parameters
     schema = {"type": "object", **given} if isinstance(given, dict) else {"type": "object"}
-    return {"x-guidance": {"whitespace_pattern": JSON_SPACE}, **schema}
+    return {"x-guidance": {"whitespace_pattern": JSON_SPACE}, **bounded(schema)}
 
 
 def _text(text: str) -> str:
