@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml")
 
 def test_the_extras_are_those_that_pip_installs() -> None:
     declared = PROJECT["optional-dependencies"]
-    assert set(declared) == {*EXTRAS, "all", "dev"}
+    assert set(declared) == {*EXTRAS, "all", "dev", "docs"}
     (everything,) = declared["all"]
     found = re.fullmatch(r"segue\[(.*)\]", everything)
     assert found is not None and sorted(found[1].split(",")) == sorted(EXTRAS)

@@ -19,7 +19,8 @@ from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, OutOfMemoryError, TensorParallelError
 from segue.layers import moe_backend
 from segue.logs import logger
-from segue.memory.budget import GIB, Demand, Reserve, formula_pages
+from segue.memory.budget import GIB, Demand, Reserve, formula_pages, standby_bytes
+from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.batch_state import PlanError
 from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
@@ -396,10 +397,11 @@ def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warning
     sparse = SimpleNamespace(config=SimpleNamespace(moe=object()))
     made = Startup(config, sparse, TPInfo(), Path("/nonexistent"))
     made.selection, made._can_capture_collectives = _selection(graphs=True), True
-    made._experts = replace(EXPERTS, graph=True)
+    made._experts, made.memory = replace(EXPERTS, graph=True), PrivateMemory(torch.device("cpu"))
     assert made._reserve_for_graphs(_demand()) == _demand() and not warnings.text
     dense = Startup(config, SimpleNamespace(config=SimpleNamespace(moe=None)), TPInfo(), Path("/nonexistent"))
     dense.selection, dense._can_capture_collectives, dense._experts = _selection(graphs=True), True, EXPERTS
+    dense.memory = made.memory
     assert dense._reserve_for_graphs(_demand()) == _demand() and not warnings.text
     given = _demand(**case.get("demand", {}))
     for name in case.keys() - {"demand"}:
@@ -407,6 +409,22 @@ def test_no_memory_is_reserved_for_graphs_that_cannot_be_captured(llama, warning
     demand = made._reserve_for_graphs(given)
     assert demand.reserve.graphs == 0 and formula_pages(demand) == formula_pages(given) + 1024
     assert re.search(warning, warnings.text)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_engine_beside_another_captures_graphs_if_its_own_reserve_has_room(
+    llama, monkeypatch, missing
+) -> None:
+    """The other engine's KV cache and weights, which are there, do not count against it."""
+    config = EngineConfig(**making.options(llama[0], num_kv_tokens=None))
+    dense = SimpleNamespace(config=SimpleNamespace(moe=None))
+    made = Startup(config, dense, TPInfo(), Path("/nonexistent"))
+    made.selection, made._can_capture_collectives, made._experts = _selection(graphs=True), True, EXPERTS
+    demand = replace(_demand(free_before=GIB), num_engines=2, is_arena_shared=True, parks_kv=True)
+    kv_bytes = 100 * GIB
+    made.memory = SimpleNamespace(pinned_kv=lambda: SimpleNamespace(kv_bytes=kv_bytes))
+    monkeypatch.setattr(made, "_free", lambda: standby_bytes(demand, kv_bytes) - missing)
+    assert bool(made._reserve_for_graphs(demand).reserve.graphs) == (not missing)
 
 
 def test_a_step_can_be_awaited_while_it_runs_and_long_after_it_has_ended(planner):
