@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from segue.errors import InvalidRequestError
 from segue.messages.requests import Finished, SamplingParams
 from segue.messages.weight_update import EndedUpdate, WeightNotice
 from segue.tracing.context import Header, TraceContext, context_of
@@ -22,7 +23,8 @@ from segue.tracing.tracer import Tracer
 if TYPE_CHECKING:
     from segue.frontend.request import RequestState
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/chat/completions/tokens": "chat"}  # others: a completion
+_CHATS = ("/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/responses", "/v1/messages")
+OPERATIONS = dict.fromkeys(_CHATS, "chat")  # others: a completion
 UPDATE = "weight update"
 # What an update does from the beginning of each of its phases until the next one.
 PHASES: Mapping[str, str] = {
@@ -72,7 +74,10 @@ class CallTrace:
 
     def fail(self, error: BaseException) -> None:
         """Take that the call fails, or that its client has left; nothing happens if it is over."""
-        self._record(time.monotonic(), str(error) or type(error).__name__, type(error).__name__)
+        kind = type(error).__name__
+        # What is wrong with a request may quote it.
+        text = kind if isinstance(error, InvalidRequestError) else str(error) or kind
+        self._record(time.monotonic(), text, kind)
 
     def _record(self, now: float, error: str | None, kind: str | None) -> None:
         if self._is_over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
@@ -23,6 +24,7 @@ class GrammarChecks:
         self._thread_pool = thread_pool
         self._has_tokenizer = has_tokenizer
         self._known: OrderedDict[GrammarSpec, str] = OrderedDict()  # the reason; "": it is right
+        self._checking: dict[GrammarSpec, asyncio.Future[str]] = {}
 
     async def check(self, all_options: Iterable[SamplingOptions]) -> None:
         """Check the grammars of a call's options in a thread.
@@ -46,8 +48,12 @@ class GrammarChecks:
         """Return why a grammar cannot be used; "": it can."""
         reason = self._known.pop(spec, None)
         if reason is None:
-            reason = await self._thread_pool.run(partial(_reason, spec))  # even a short one may take long
-            if len(self._known) >= MAX_CHECKED:
+            if (task := self._checking.get(spec)) is None:  # even a short one may take long
+                task = asyncio.ensure_future(self._thread_pool.run(partial(_reason, spec)))
+                self._checking[spec] = task
+                task.add_done_callback(lambda _: self._checking.pop(spec))
+            reason = await asyncio.shield(task)  # others may wait for it too
+            if len(self._known) >= MAX_CHECKED and spec not in self._known:
                 self._known.popitem(last=False)
         if len(spec.text) <= grammars.MAX_GRAMMAR_BYTES:
             self._known[spec] = reason

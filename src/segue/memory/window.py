@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from segue.errors import SharedMemoryError
 from segue.memory.vmm import VMM, Slab
 from segue.sizes import round_up
 
@@ -50,10 +51,14 @@ class MemoryWindow:
             assert self._mapped.get(offset) == slab.size, (
                 f"no slab of {slab.size} bytes is mapped at {offset}"
             )
-            del self._mapped[offset]
-        places = {self.address + offset: slab for offset, slab in slabs.items()}
-        self._vmm.remap(places, writable=writable)
-        self._mapped |= {offset: slab.size for offset, slab in slabs.items()}
+        try:
+            self._vmm.remap(
+                {self.address + offset: slab for offset, slab in slabs.items()}, writable=writable
+            )
+        except SharedMemoryError:
+            for offset in slabs:
+                del self._mapped[offset]
+            raise
 
     def populate(self, offsets: Iterable[int] | None = None) -> None:
         """Make the first access to the slabs that are mapped at these offsets fast; None: to all slabs."""

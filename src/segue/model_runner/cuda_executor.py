@@ -142,9 +142,11 @@ class CUDAExecutor(StepExecutor):
         """Compile the kernels of steps above the largest forward graph; captures compile the others'."""
         smaller = min(2 * self._max_captured, self._max_tokens)
         shapes = [self._shape(tokens) for tokens in dict.fromkeys((smaller, self._max_tokens))]
-        # Attention of decode rows beside prompts has a kernel per number of programs that share a row.
-        rows = (1 << power for power in range(self.max_rows.bit_length()))
-        shapes += [replace(shapes[0], decode=count) for count in rows if count <= shapes[0].sequences]
+        # Attention of decode rows beside prompts has a kernel per number of programs that share a row, and
+        # others for fewer than 8 rows: 7 rows and 8 take different ones, with as many programs.
+        few = self._shape(min(max(16, self.max_rows), self._max_tokens))
+        rows = sorted({7, *(1 << power for power in range(self.max_rows.bit_length()))})
+        shapes += [replace(few, decode=count) for count in rows if count <= few.sequences]
         for shape in shapes:
             self._run_forward(shape)
         free_garbage()

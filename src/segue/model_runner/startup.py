@@ -239,7 +239,11 @@ class Startup:
         holds = self.memory.pin_kv(own)
         if pinned is not None or holds != own:
             check_pinned(holds, own=own, max_len=resolved.max_len, num_kv_tokens=num_kv_tokens)
-            check_standby(demand, self._free(), holds.kv_bytes)
+            free = self._free()
+            if demand.reserve.graphs and standby_bytes(demand, holds.kv_bytes) > free:
+                logger.warning("no CUDA graphs: other engines have their memory; steps run eagerly")
+                demand, self._captures = demand.without_graphs(), False
+            check_standby(demand, free, holds.kv_bytes)
         return replace(budget, num_pages=holds.num_pages, max_seq_len=holds.max_seq_len)
 
     def _make_pool(self) -> Made:
@@ -398,7 +402,8 @@ class Startup:
         do not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
         """
         executor.warm_up()
-        meter = GraphMeter(self.resolved.device, is_alone=not self.config.shares_weights)
+        num_layers, is_alone = self.source.config.num_layers, not self.config.shares_weights
+        meter = GraphMeter(self.resolved.device, num_layers=num_layers, is_alone=is_alone)
 
         def taken() -> int:
             """Return the bytes that all graphs so far take, the maximum of the ranks."""

@@ -16,6 +16,7 @@ from segue.api.anthropic.errors import error_body
 from segue.api.anthropic.replies import MessageReplies, event_bytes
 from segue.api.anthropic.requests import explained, parse_messages
 from segue.api.native import NativeCall, NativeReplies, parse_call
+from segue.api.openai.chat_text import PIECE_CHARS
 from segue.api.openai.replies import (
     PARSED_CHARS,
     ChatDialect,
@@ -205,8 +206,11 @@ class MessagesReply:
         self._thread_pool = runtime.manager.thread_pool
         self._generation = generation
 
-    def preparation(self, index: int) -> None:
-        """Returns None: no event begins with long work."""
+    def preparation(self, index: int) -> Awaitable[None] | None:
+        """Parses what the client has already, in a thread if that is long."""
+        if self._replies.num_before <= PIECE_CHARS:
+            return None
+        return self._thread_pool.run(self._replies.catch_up)
 
     def event(self, index: int, output: Output) -> bytes:
         """Returns the events for new output."""

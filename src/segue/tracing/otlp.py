@@ -60,6 +60,7 @@ def open_tracer(url: str, service: str, instance: str) -> Tracer:
     for name in ("opentelemetry.exporter", "opentelemetry.sdk.trace.export"):
         logging.getLogger(name).addHandler(reason)
         logging.getLogger(name).propagate = False
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it warns of clients' headers
 
     def send(spans: Sequence[EndedSpan]) -> str | None:
         reason.text = ""

@@ -18,7 +18,7 @@ from segue.frontend.chat_template import ChatForm
 from segue.frontend.tokenizer import ServedModel
 
 INLINE_PIECES = 1024  # messages and blocks that are taken on the event loop; more are in a thread
-_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.function\.arguments")
+_CALL = re.compile(r"\Amessages\[(\d+)\]\.tool_calls\[(\d+)\]\.function\.arguments")
 # Names of a chat's fields in errors, and what they are here.
 _NAMES = (
     (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),

@@ -147,7 +147,10 @@ def _arguments(block: ToolUseBlock | UndecodedToolUse, where: str) -> str:
     if len(given) > (most := 4 * MAX_ARGUMENTS_CHARS):
         text = f"{where}: it has {len(given)} bytes of JSON; at most {most} are allowed"
         raise InvalidRequestError(text, param=where)
-    return given.decode()
+    try:
+        return given.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{where}: it must be valid UTF-8", param=where) from None
 
 
 def _result(block: ToolResultBlock) -> list[TextPart]:

@@ -33,7 +33,8 @@ class MessageReplies:
         self._form = wanted.form or PLAIN
         # The client has the first event already where the request begins with outputs.
         self._has_begun = bool(request.outputs) or request.output_end is not None
-        self._blocks = BlockStream(self._form, state.taken_text) if wanted.stream else None
+        self._before = state.taken_text if wanted.stream else ""
+        self._blocks: BlockStream | None = None
 
     def whole(self, output: Output) -> dict[str, Any]:
         """Return the reply with a finished output."""
@@ -45,8 +46,19 @@ class MessageReplies:
             usage=self._usage(output.end, has_reasoned=blocks.has_reasoned),
         )
 
+    @property
+    def num_before(self) -> int:
+        """The characters that :meth:`catch_up` still has to parse."""
+        return 0 if self._blocks is not None else len(self._before)
+
+    def catch_up(self) -> None:
+        """Parse what the client has; any thread may do so before the next event."""
+        if self._blocks is None:
+            self._blocks = BlockStream(self._form, self._before)
+
     def events(self, output: Output) -> bytes:
         """Return the events for new output."""
+        self.catch_up()
         assert self._blocks is not None
         found: list[dict[str, Any]] = []
         if not self._has_begun:

@@ -157,3 +157,10 @@ def test_another_model_is_not_found(model: ServedModel) -> None:
         asyncio.run(responses_call(parse_responses({"input": "Hi", "model": "another"}), model))
     with pytest.raises(SegueError, match="JSON object"):
         parse_responses([])
+
+
+def test_an_error_keeps_the_clients_own_text(model: ServedModel) -> None:
+    own = "messages[9].tool_calls[0].function.arguments"
+    with pytest.raises(InvalidRequestError) as raised:
+        responded(model, input=[USER, BAD_CALL | {"arguments": own}])
+    assert raised.value.param == "input[1].arguments" and own in raised.value.message

@@ -33,7 +33,7 @@ _NAMES = {
 }
 _NAME = re.compile(rf"\b({'|'.join(map(re.escape, _NAMES))})\b")
 _TOOL = re.compile(r"tools\[(\d+)\]\.function\.")
-_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.function\.arguments")
+_CALL = re.compile(r"\Amessages\[(\d+)\]\.tool_calls\[(\d+)\]\.function\.arguments")
 _ITEM = re.compile(r"input\[(\d+)\]")
 # Fields that have the same name and meaning in a chat.
 _SHARED = (
