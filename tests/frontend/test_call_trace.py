@@ -84,7 +84,8 @@ def test_a_call_of_several_requests_is_one_span(collector: Collector) -> None:
 
 def test_a_call_that_fails_or_is_aborted_says_so(collector: Collector) -> None:
     refused = only([span for span in collector.spans if span.attributes.get("error.type")])
-    assert refused.attributes["error.type"] == "InvalidRequestError" and "n=-1" in refused.error
+    # No text of a request is in a span, and an error may quote it.
+    assert refused.attributes["error.type"] == refused.error == "InvalidRequestError"
     held = only([span for span in collector.spans if span.attributes.get("gen_ai.response.id") == "held"])
     assert held.attributes["gen_ai.response.finish_reasons"] == ["abort"]
     inner = {span.name: span for span in collector.spans if span.parent == held.span_id}
