@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from segue.guided.beginning import END, ByteVocabulary
 from segue.guided.formats import BOUNDS, bounded
 from segue.guided.grammars import check, to_llguidance
 from segue.messages.guided import GrammarSpec
-from tests.support.byte_vocabulary import END, ByteVocabulary
 
 LABELS = ".".join(["a" * 63] * 3)
 CASES = [

@@ -18,16 +18,16 @@ LIMITS = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
 # Seconds of CPU time, of a thread. 300 properties with dates take 0.2 s to compile; the first mask of what is
 # no trap takes a few milliseconds.
 MAX_COMPILE_S, MAX_MASK_S = 0.5, 0.1
-_END = 256
+END = 256  # the token that ends the output
 
 
-class _Bytes:
+class ByteVocabulary:
     """A vocabulary of single bytes, as llguidance asks for it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = _END
-    special_token_ids = (_END,)
+    eos_token_id = END
+    special_token_ids = (END,)
     tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -36,7 +36,7 @@ class _Bytes:
 
 @lru_cache
 def _tokenizer() -> LLTokenizer:
-    return LLTokenizer(_Bytes())  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
+    return LLTokenizer(ByteVocabulary())  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
 
 
 def what_is_wrong(grammar: str) -> str:

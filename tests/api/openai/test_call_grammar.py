@@ -14,8 +14,8 @@ from segue.api.parsers.events import CallBegin
 from segue.api.parsers.message import MessageFormat, MessageParser
 from segue.frontend.chat_template import ToolFormat
 from segue.guided import grammars
+from segue.guided.beginning import ByteVocabulary
 from segue.messages.guided import GrammarSpec
-from tests.support.byte_vocabulary import ByteVocabulary
 
 TOOLS = msgspec.convert(
     [
