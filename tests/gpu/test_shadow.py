@@ -5,9 +5,11 @@ Each with the KV cache as memory of the service, which is handed on, and as memo
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -21,22 +23,29 @@ from tests.gms import running as gms
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 GIB = 1 << 30
-NUM_KV_TOKENS = 1 << 18  # 28 GiB: an engine that stands by with all of it would show
+NUM_KV_TOKENS = 1 << 18  # 28 GiB of the smaller model: an engine that stands by with all of it would show
 PARKED_BYTES = 1.5 * GIB  # that one more engine may take
 TAKEOVERS = 4
 GREEDY = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["auto", "private"])
+@contextmanager
+def options_of(model: str, kv_owner: str) -> Iterator[list[str]]:
+    with with_tokenizer(Path(suite.model_dir(model))) as path:
+        found = ["--model", str(path), "--load-format", "dummy", "--device", "cuda"]
+        yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS), "--kv-owner", kv_owner]
+
+
+@pytest.fixture(params=["auto", "private"])
 def options(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    with with_tokenizer(Path(suite.model_dir("0.6b"))) as model:
-        found = ["--model", str(model), "--load-format", "dummy", "--device", "cuda"]
-        yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS), "--kv-owner", request.param]
+    with options_of("0.6b", request.param) as found:
+        yield found
 
 
 def used() -> int:
-    """The bytes of the device that all processes use."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """The bytes that all processes use of the device that this process sees first."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(re.findall(r"\d+", subprocess.check_output(query, text=True))[0]) << 20
 
 
@@ -54,13 +63,16 @@ def kv_grants(pod: PodProcess) -> list[bool]:
         return [" fresh, " in event.text for event in client.events() if event.kind == "kv_granted"]
 
 
-def test_an_engine_that_stands_by_takes_little_of_the_device(options: list[str]) -> None:
+@pytest.mark.parametrize("model, kv_owner", [("0.6b", "auto"), ("0.6b", "private"), ("8b", "auto")])
+def test_an_engine_that_stands_by_takes_little_of_the_device(model: str, kv_owner: str) -> None:
     found = []
-    for shadows in (1, 2):
-        with PodProcess(options, shadows=shadows) as pod:
-            pod.wait_for_standby(count=shadows)
-            tokens(pod)
-            found.append(used())
+    with options_of(model, kv_owner) as options:
+        for shadows in (1, 2):
+            with PodProcess(options, shadows=shadows) as pod:
+                pod.wait_for_standby(count=shadows)
+                tokens(pod)
+                found.append(used())
+    print(f"{model}, KV {kv_owner}: one more engine takes {(found[1] - found[0]) / GIB:.2f} GiB")
     assert found[1] - found[0] <= PARKED_BYTES, found
 
 
