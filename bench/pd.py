@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -68,12 +69,26 @@ async def pauses(pair: EnginePair, lengths: Sequence[int], repeats: int) -> dict
     async with httpx.AsyncClient(timeout=120) as client:
         for length in lengths:
             runs = [await hand_over(client, pair, draw(rng, length)) for _ in range(repeats + 2)][2:]
+            longest = max(runs, key=lambda run: run.gap - run.step)
             found[str(length)] = {
                 "pause": percentiles([run.gap - run.step for run in runs]),
+                "longest": told(
+                    pd_timeline.times_of(*pair.recent(longest.room), longest.begin, longest.tokens)
+                ),
                 "step_ms": round(1e3 * statistics.median(run.step for run in runs), 3),
                 "first_token_ms": round(1e3 * statistics.median(run.first for run in runs), 3),
             }
     return found
+
+
+def told(times: pd_timeline.RequestTimes) -> dict[str, Any]:
+    """Return when the last of each kind of event came, and the first tokens of the decode engine, in ms."""
+
+    def last(events: pd_timeline.Events) -> dict[str, float]:
+        return {name: round(found[-1][0], 3) for name, found in events.items()}
+
+    tokens = [round(when, 3) for when in times.tokens[:4]]
+    return {"prefill": last(times.prefill), "decode": last(times.decode), "tokens": tokens}
 
 
 async def streams(pair: EnginePair, count: int, length: int) -> dict[str, Any]:
@@ -232,8 +247,12 @@ def main() -> int:
         options = engine_options(given, stack)
         logs = Path(stack.enter_context(TemporaryDirectory()))
         pair = stack.enter_context(started(given.gpus, options, logs))
+        gc.freeze()  # a collection of this process, which has torch, would count as a pause
+        gc.disable()
         found["pauses"] = asyncio.run(pauses(pair, lengths, repeats))
         found["streams"] = asyncio.run(streams(pair, count, lengths[-1]))
+        gc.unfreeze()
+        gc.enable()
         counted = pair.handover()
         was_adopted = not counted["recomputed"] and not counted["failed"]
         if was_adopted:

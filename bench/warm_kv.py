@@ -42,12 +42,15 @@ TOKENS = 8
 ADOPTED = 50_000, 16  # pages, and tokens per page
 
 
-def first_token(url: str, ids: list[int]) -> tuple[float, int, list[int]]:
-    """Return the seconds to the first token of a prompt, the number of cached tokens, and the output."""
+def first_token(client: httpx.Client, ids: list[int]) -> tuple[float, int, list[int]]:
+    """Return the seconds to the first token of a prompt, the number of cached tokens, and the output.
+
+    The client lasts, because it takes longer to make one than to answer.
+    """
     params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": ids, "stream": True, "sampling_params": params}
     began, first, last = time.monotonic(), 0.0, dict[str, Any]()
-    with httpx.stream("POST", f"{url}/generate", json=body, timeout=END_S) as reply:
+    with client.stream("POST", "/generate", json=body) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 first = first or time.monotonic()
@@ -78,22 +81,25 @@ def measure(options: list[str], *, kills: int, prefix: int, seed: int = 0) -> di
     """Run the rounds; returns the figures and the bars."""
     rng = random.Random(seed)
     warm, successor, cold, hits, is_equal = list[float](), list[float](), list[float](), list[float](), True
-    with PodProcess([*options, "--warm-kv", "--deterministic"]) as pod:
+    with (
+        PodProcess([*options, "--warm-kv", "--deterministic"]) as pod,
+        httpx.Client(base_url=pod.url, timeout=END_S) as client,
+    ):
         for number in range(kills):
             pod.wait_for_standby()
             common = rng.choices(range(3, MAX_ID), k=prefix)
             prompts = [common + rng.choices(range(3, MAX_ID), k=SUFFIX) for _ in range(NUM_SUFFIXES)]
             unseen = prompts.pop()
-            first_token(pod.url, prompts[0])
-            replies = [first_token(pod.url, prompt) for prompt in prompts[1:]]
+            first_token(client, prompts[0])
+            replies = [first_token(client, prompt) for prompt in prompts[1:]]
             warm += [seconds for seconds, _, _ in replies]
             pod.kill_serving("engine")
-            seconds, num_cached, output = first_token(pod.url, unseen)
+            seconds, num_cached, output = first_token(client, unseen)
             successor.append(seconds)
             hits.append(num_cached / prefix)
-            is_equal &= first_token(pod.url, prompts[-1])[2] == replies[-1][2]
-            httpx.post(f"{pod.url}/flush_cache", timeout=30).raise_for_status()
-            seconds, num_cached, again = first_token(pod.url, unseen)
+            is_equal &= first_token(client, prompts[-1])[2] == replies[-1][2]
+            client.post("/flush_cache").raise_for_status()
+            seconds, num_cached, again = first_token(client, unseen)
             assert num_cached == 0, "the flush has left something"
             is_equal &= output == again
             cold.append(seconds)

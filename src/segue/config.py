@@ -245,7 +245,8 @@ class EngineConfig(Options):
     )
     chunked_prefill_size: int | None = _scheduling(
         None,
-        "Most prompt tokens per step; longer prompts are split. Default: 512 on CPU, 8192 on CUDA.",
+        "Most prompt tokens per step; longer prompts are split. Default: 512 on CPU; on CUDA 8192, with "
+        "--role prefill 4096.",
         minimum=1,
         maximum=1 << 20,
     )

@@ -80,7 +80,10 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
 
     page_size = size("page_size", config.page_size, 16, 64)
     max_running = size("max_running_requests", config.max_running_requests, 16, 256)
-    chunk = size("chunked_prefill_size", config.chunked_prefill_size, 512, 8192)
+    # The KV of a chunk is handed over while the next one is computed, and that of the last chunk while the
+    # request waits: with larger chunks it waits longer, and 4096 tokens keep a GPU as busy as 8192.
+    on_cuda = 4096 if config.role == "prefill" else 8192
+    chunk = size("chunked_prefill_size", config.chunked_prefill_size, 512, on_cuda)
     reasons["max_model_len"] = (
         "the model's longest sequence" if max_len == model_len else "--max-model-len says so"
     )

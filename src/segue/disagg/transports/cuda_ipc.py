@@ -51,9 +51,10 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A thread that waits for it sleeps in the driver, without the GIL. By default it would poll, which
-        # takes a core as long as a step lasts.
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        # A thread that waits for the first of them sleeps in the driver until the step has ended. The copies
+        # run while it wakes up. Then it polls the second one, without the GIL, as copies last milliseconds.
+        self._begun = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def run(self, after: Callable[[], None], queue: Callable[[int], None]) -> None:
         """Call `after`, then `queue` with the stream, which is the current one; wait for what is queued.
@@ -64,10 +65,12 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             cuda.use_device(self._device.index)
             after()
+            self._begun.record()
             try:
                 queue(self._stream.cuda_stream)
             finally:
                 self._done.record()
+                self._begun.synchronize()
                 self._done.synchronize()
 
 

@@ -16,7 +16,7 @@ _TOKENS = tl.constexpr(128)  # per program of `_gather_inputs`
 _COLUMNS = tl.constexpr(1024)  # per program of `_embed`
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["addresses", "values"])
 def _scatter(addresses, values, count, PDL: tl.constexpr):
     """Do _WORDS of the writes of `scatter`."""
     i = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
