@@ -48,6 +48,7 @@ from segue.doctor.machine import num_cores
 STREAM_TOKENS = 3000  # of each stream on the decode engine, which is given up before it ends
 PHASE_S = 3.0  # of streams alone, and of streams beside handovers
 PHASES = ("alone", "handing over", "handing over", "alone")
+BEHIND = "with one row more"
 PICTURED = {True: 12_000, False: 1_200}  # tokens of the prompt whose way is drawn, on GPUs and on CPUs
 BARS = {"pause p50, ms": 5.0, "pause p99, ms": 15.0, "push of 64 MiB, GB/s": 200.0, "streams, %": 5.0}
 
@@ -92,7 +93,11 @@ def told(times: pd_timeline.RequestTimes) -> dict[str, Any]:
 
 
 async def streams(pair: EnginePair, count: int, length: int) -> dict[str, Any]:
-    """Time the tokens of streams on the decode engine, alone and beside handovers, in turns."""
+    """Time the tokens of streams on the decode engine, alone and beside handovers, in turns.
+
+    A handover lasts until the request's second token. Its other tokens are computed in steps with one row
+    more, as if it had come in any other way; they are shown apart.
+    """
     rng = random.Random(2)
     client = Client(pair.decode, model_of(pair.decode))
     jobs = [Job(prompt=draw(rng, 32), max_tokens=STREAM_TOKENS) for _ in range(count)]
@@ -113,11 +118,14 @@ async def streams(pair: EnginePair, count: int, length: int) -> dict[str, Any]:
                 if phase == "alone":
                     await asyncio.sleep(0.05)
                 else:
-                    runs.append(await hand_over(http, pair, draw(rng, length)))
-            spans.append((phase, begin, time.perf_counter()))
+                    runs.append(run := await hand_over(http, pair, draw(rng, length)))
+                    spans.append((phase, run.begin, run.tokens[1]))
+                    spans.append((BEHIND, run.tokens[1], run.tokens[-1]))
+            if phase == "alone":
+                spans.append((phase, begin, time.perf_counter()))
     for connection in connections:
         connection.give_up()
-    steps = {phase: intervals(connections, spans, phase) for phase in sorted(set(PHASES))}
+    steps = {phase: intervals(connections, spans, phase) for phase in (*sorted(set(PHASES)), BEHIND)}
     return {
         "streams": count,
         "prompt_tokens": length,

@@ -23,6 +23,7 @@ from segue.memory.rank_memory import SharedKVMemory
 from segue.models.config import ModelConfig
 
 MIB = 1 << 20
+REPEATS = 32  # of each push; the first quarter does not count
 SIZES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)  # bytes of a push
 
 
@@ -45,14 +46,14 @@ def pushes(shape: KVShape, source: str, target: str) -> dict[str, Any]:
             order = random.Random(size).sample(range(shape.num_pages), count)
             pairs = [PagePair(source=page, target=order[-1 - i]) for i, page in enumerate(order)]
             times = []
-            for _ in range(8):
+            for _ in range(REPEATS):
                 ended.clear()
                 begin = time.perf_counter()
                 transport.push(peer, pairs, lambda: None)
                 ended.wait()
                 times.append(time.perf_counter() - begin)
                 assert all(isinstance(event, Done) for event in transport.poll()), "a push failed"
-            best = statistics.median(times[2:])
+            best = statistics.median(times[REPEATS // 4 :])
             num_bytes = count * shape.page_bytes
             found[str(size)] = {
                 "pages": count,

@@ -14,8 +14,10 @@ from segue.memory import cuda_driver
 from tests.support.fake_driver import FakeDriver
 
 PAGE = 3 << 20
+MANY = cuda_driver.FEW_COPIES + 1
 # Above 2**32 elements and 2**33 bytes.
-SOURCES, TARGETS = [0x7F00_0000_0000, 0x7F05_0000_0000], [0x7E05_0000_0000, 0x7E00_0000_0000]
+SOURCES = [0x7F00_0000_0000 + index * PAGE for index in range(MANY)]
+TARGETS = [0x7E05_0000_0000 - index * PAGE for index in range(MANY)]
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def addresses() -> list[np.ndarray]:
 
 def use(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> FakeDriver:
     monkeypatch.setattr(cuda_driver, "_library", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "_copy_under_gil", lambda: driver.cuMemcpyDtoDAsync_v2)
     return driver
 
 
@@ -69,15 +72,15 @@ def test_one_call_queues_the_copies_of_all_pages(
     def batch(*arguments: object) -> int:  # the arrays are read during the call
         for address in arguments[:3]:
             assert isinstance(address, int)
-            kept.append(list((ctypes.c_uint64 * 2).from_address(address)))
+            kept.append(list((ctypes.c_uint64 * MANY).from_address(address)))
         driver.calls.append(("batch", arguments))
         return 0
 
     driver.cuMemcpyBatchAsync_v2 = batch
     cuda_driver.copy_pages(*addresses, PAGE, 77)
-    assert kept == [TARGETS, SOURCES, [PAGE, PAGE]]
+    assert kept == [TARGETS, SOURCES, [PAGE] * MANY]
     ((_, (*_, count, attributes, first, num_attributes, stream)),) = driver.calls
-    assert (count, num_attributes, stream) == (2, 1, 77)
+    assert (count, num_attributes, stream) == (MANY, 1, 77)
     assert (attributes._obj.order, attributes._obj.flags, first._obj.value) == (1, 1, 0)
 
 
@@ -86,8 +89,21 @@ def test_a_driver_without_batches_gets_a_call_per_page(
 ) -> None:
     driver = use(monkeypatch, FakeDriver("cuMemcpyBatchAsync_v2"))
     cuda_driver.copy_pages(*addresses, PAGE, 77)
-    calls = [(TARGETS[i], SOURCES[i], PAGE, 77) for i in range(2)]
+    calls = [(TARGETS[i], SOURCES[i], PAGE, 77) for i in range(MANY)]
     assert driver.of("cuMemcpyDtoDAsync_v2") == calls
+
+
+def test_few_copies_are_queued_one_by_one_and_a_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[np.ndarray]
+) -> None:
+    driver = use(monkeypatch, FakeDriver())
+    few = [each[: cuda_driver.FEW_COPIES] for each in addresses]
+    cuda_driver.copy_pages(*few, PAGE, 77)
+    calls = [(TARGETS[i], SOURCES[i], PAGE, 77) for i in range(cuda_driver.FEW_COPIES)]
+    assert driver.of("cuMemcpyDtoDAsync_v2") == calls
+    driver.fails.add("cuMemcpyDtoDAsync_v2")
+    with pytest.raises(CUDADriverError, match="cuMemcpyDtoDAsync_v2 failed with code 1"):
+        cuda_driver.copy_pages(*few, PAGE, 77)
 
 
 @pytest.mark.parametrize("absent", [(), ("cuMemcpyBatchAsync_v2",)], ids=["batch", "single"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,13 +35,20 @@ class ModelSource:
     def tokenizer_digest(self) -> str:
         """Return the SHA-256 of the tokenizer's file; "" without one, or if it is not one file of JSON.
 
-        Engines with equal ones turn the same text into the same ids. Reading it takes some milliseconds.
+        Engines with equal ones turn the same text into the same ids. Reading it takes up to 100 ms, once per
+        process: an engine tells every router, and those who wait for it after a failover wait no longer.
         """
-        if self.tokenizer_directory is None:
-            return ""
-        with suppress(OSError):
-            return hashlib.sha256((self.tokenizer_directory / "tokenizer.json").read_bytes()).hexdigest()
-        return ""
+        return (
+            "" if self.tokenizer_directory is None else _digest(self.tokenizer_directory / "tokenizer.json")
+        )
+
+
+@cache
+def _digest(file: Path) -> str:
+    """Returns the SHA-256 of a file; "" if it cannot be read."""
+    with suppress(OSError):
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    return ""
 
 
 def resolve(

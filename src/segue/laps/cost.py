@@ -202,6 +202,13 @@ class CostModel:
         return Coefficients(floor, *_solve(used, np.where(above, measured, measured - floor), weights))
 
 
+def warm_up() -> None:
+    """Fit once: numpy's routines take 12 ms when a process calls them first, and later 1 ms."""
+    model = CostModel()
+    model.add(StepWork(prompt_tokens=1, pairs=pairs_of(1, 0)), 1.0)
+    _ = model.coefficients
+
+
 def _seconds_per_token(sample: Sample) -> float:
     _, work, seconds = sample
     return seconds / work.tokens

@@ -1,13 +1,14 @@
 """The few functions of the CUDA driver that torch has no Python function for, called through ctypes.
 
 They are those of memory that several processes map, and of copies to it. Loading this module needs no driver;
-calling a function does. ctypes releases the GIL during each call.
+calling a function does. ctypes releases the GIL during each call, except where few pages are copied.
 """
 
 from __future__ import annotations
 
 import ctypes
 import uuid
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ushort, c_void_p
 from ctypes import c_uint64 as c_address  # CUdeviceptr, and the handle of an allocation
 from functools import cache
@@ -90,6 +91,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuMemcpyDtoDAsync_v2": (c_address, c_address, c_size_t, c_void_p),
 }
+FEW_COPIES = 16  # so many are queued faster one by one than as a batch
 # Drivers for CUDA 13 and later have this one.
 _BATCH = "cuMemcpyBatchAsync_v2"
 _BATCH_TYPES = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p)
@@ -115,16 +117,28 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+@cache
+def _copy_under_gil() -> Callable[[int, int, int, int], int]:
+    """Returns ``cuMemcpyDtoDAsync_v2``, whose calls keep the GIL."""
+    copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy.argtypes, copy.restype = _FUNCTIONS["cuMemcpyDtoDAsync_v2"], c_int
+    return copy
+
+
 def call(name: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:
         CUDADriverError: it failed; the text has the driver's reason.
     """
-    library = _library()
-    if code := getattr(library, name)(*arguments):
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+def _check(name: str, code: int) -> None:
+    """Raise CUDADriverError if a function has failed."""
+    if code:
         text = c_char_p()
-        library.cuGetErrorString(code, byref(text))
+        _library().cuGetErrorString(code, byref(text))
         reason = text.value.decode(errors="replace") if text.value else "an unknown error"
         raise CUDADriverError(f"{name} failed with code {code}: {reason}")
 
@@ -185,12 +199,17 @@ def use_device(device: int) -> None:
 def copy_pages(targets: NDArray[np.uint64], sources: NDArray[np.uint64], num_bytes: int, stream: int) -> None:
     """Queue copies of `num_bytes` each, from and to the addresses at the same index, on a stream.
 
-    The device of the stream must be in use (`use_device`). The copy engines make the copies, so that kernels
-    keep all SMs. Where the driver can, one call queues all: for every single call this thread would have to
-    take the GIL again, which takes up to 5 ms while another thread runs Python code.
+    The device of the stream must be in use (`use_device`). Copy engines make the copies, so that kernels keep
+    all SMs; only a few copies within one GPU may be made by a kernel. Where the driver can, one call queues
+    many copies: a call gives the GIL away, and to get it back takes up to 5 ms while another thread runs
+    Python code. Few copies are queued one by one with the GIL, since a batch begins 25 µs later.
     """
     count = len(targets)
-    if not hasattr(_library(), _BATCH):
+    if count <= FEW_COPIES:
+        copy = _copy_under_gil()
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            _check("cuMemcpyDtoDAsync_v2", copy(target, source, num_bytes, stream))
+    elif not hasattr(_library(), _BATCH):
         for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
             call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
     elif count:

@@ -83,6 +83,7 @@ class Takeover:
 
     async def _run(self) -> None:
         """Wait until the engine is to serve, and wake it."""
+        await asyncio.to_thread(self._runtime.source.tokenizer_digest)  # routers will wait for it
         if self._membership is not None and self._runtime.config.wake == "manual":
             await self._has_lock.wait()
         elif self._membership is not None:

@@ -25,6 +25,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
+from segue.laps import cost
 from segue.logs import configure, logger
 from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import InitStep, Ready, StartFailed
@@ -121,6 +122,7 @@ def run_scheduler(
                 turn=turn,
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
+            cost.warm_up()
             if not embedded:
                 freeze_heap()
             control_address = None if links is None else links.address
