@@ -14,6 +14,9 @@ from segue.api.openai.requests import Wanted
 from segue.errors import InvalidRequestError
 from segue.frontend.chat_template import ChatForm, ChatTemplate
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
+from segue.server import large_messages
+from segue.server.json_pieces import AT_ONCE
+from segue.server.large_body import decode
 
 RENDERED: list[dict[str, Any]] = []  # what the template got last
 TEMPLATE: dict[str, Any] = {}
@@ -187,6 +190,20 @@ def test_errors_about_arguments_name_the_block_that_has_them() -> None:
         text("user", "c"),
     ]
     assert refused({"system": "s", "messages": messages}) == "messages[1].content[2].input"
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"K\xc3", b"\xed\xa0\x80"])
+def test_arguments_that_are_no_utf_8_are_refused_by_name(value: bytes) -> None:
+    """A large body is decoded in pieces, and the arguments of its calls only at the end."""
+    use = b'{"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "%b"}}' % value
+    body = b'{"model": "m", "max_tokens": 5, "messages": [%b, {"role": "assistant", "content": [%b]}]}'
+    data = body % (b'{"role": "user", "content": "%b"}' % (b"a" * AT_ONCE), use)
+    served = model()
+    with pytest.raises(
+        InvalidRequestError, match=r"messages\[1\].content\[0\].input: .* valid UTF-8"
+    ) as caught:
+        asyncio.run(messages_call(parse_messages(decode(data, large_messages.messages(served))), served))
+    assert caught.value.param == "messages[1].content[0].input"
 
 
 def test_a_schema_guides_the_text() -> None:
