@@ -11,7 +11,7 @@ from segue.api.anthropic.requests import (
     CountTokensRequest,
     InputTool,
     MessagesRequest,
-    TextBlock,
+    OnlyTextBlock,
     UndecodedMessage,
 )
 from segue.api.asks_nothing import harmless, unsupported
@@ -36,7 +36,7 @@ from segue.server.large_body import (
 # and a text has hardly that many.
 MAX_BRACKETS = 1 << 20
 _messages = msgspec.json.Decoder(list[UndecodedMessage])
-_texts = msgspec.json.Decoder(list[TextBlock])
+_texts = msgspec.json.Decoder(list[OnlyTextBlock])
 _tools = msgspec.json.Decoder(list[InputTool], float_hook=float)
 
 

@@ -176,6 +176,8 @@ def test_calls_are_forced_or_forbidden_by_the_choice() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"system": [{"text": "a"}]}, "system[0].type"),
+        ({"system": [{"type": "image", "text": "a"}]}, "system[0].type"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], field: str) -> None:
