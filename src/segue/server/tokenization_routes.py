@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest, Wanted
+from segue.api.reply_shapes import DetokenizeReply, RenderedPrompt, TokenizeReply
 from segue.api.schema import body_schema, reply_schema
-from segue.api.shapes import DetokenizeReply, RenderedPrompt, TokenizeReply
 from segue.api.tokenization import (
     DetokenizeBody,
     TokenizeBody,
