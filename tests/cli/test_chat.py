@@ -59,7 +59,7 @@ def test_a_message_may_have_several_lines(lines: list[str], expected: str) -> No
     assert list(left) == []
 
 
-@pytest.mark.slow  # on a busy machine a pseudo-terminal now and then loses what comes at the wrong moment
+@pytest.mark.slow  # a server and a command: the next test is the short form
 def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_it_leaves(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +68,9 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_it_leaves(
         terminal = Terminal("chat", "--url", server.url)
         try:
             terminal.expect("you> ")
-            terminal.type("first\\\nsecond\n")
+            terminal.type("first\\\n")
+            terminal.expect("[.]{3}> ")
+            terminal.type("second\n")
             terminal.expect(r"(?s)user\s+first\s+second")  # the fake worker repeats the prompt
             terminal.process.send_signal(signal.SIGINT)  # in the middle of the answer
             terminal.expect(r"\(stopped\)")

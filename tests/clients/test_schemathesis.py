@@ -25,7 +25,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 MIN_CASES = 1000
 GENERATES = (
     *("/generate", "/inference/v1/generate", "/v1/completions"),
-    *("/v1/chat/completions", "/v1/chat/completions/tokens"),
+    *("/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/responses", "/v1/messages"),
 )
 MIN_SERVED = 10  # calls of each of these that were answered with tokens
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

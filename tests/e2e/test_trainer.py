@@ -18,10 +18,10 @@ from safetensors import safe_open
 
 import segue
 from bench.model_dir import write_tokenizer
-from segue.trainer.group import free_port
 from tests.e2e.served import greedy
 from tests.e2e.syncing import write_checkpoints
 from tests.support.child import start_child
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "start_servers.sh"
 OPTIONS = {"num_kv_tokens": 1024, "max_running_requests": 2, "log_level": "warning"}
@@ -72,7 +72,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
     write_tokenizer(model)
     with safe_open(model / "model.safetensors", "pt") as file:
         num_values = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
-    ports = free_port(None), free_port(None)
+    ports = free_port(), free_port()
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in OPTIONS.items())
     environment = {
         "MODEL": str(model),

@@ -30,6 +30,7 @@ from segue.frontend.request import GenerateRequest, Generation
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
 from segue.frontend.tokenizer import Tokenizer
 from segue.frontend.tokenizer_manager import TokenizerManager, error_of
+from segue.guided import beginning
 from segue.messages.control import (
     Continue,
     Continued,
@@ -45,6 +46,7 @@ from segue.messages.control import (
     SchedulerOutput,
     State,
 )
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import (
     Abort,
     AddRequest,
@@ -704,6 +706,21 @@ def test_outputs_are_the_models_tokens(bench: Bench) -> None:
         with pytest.raises(InvalidRequestError, match="outputs contains token id 320"):
             await bench.submit(resumed(70, 320))
         assert bench.manager.num_requests == 0
+
+    run(work())
+
+
+def test_a_grammar_that_the_engine_before_has_accepted_may_take_longer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning, "MAX_COMPILE_S", 1e-9)  # this machine is much slower
+    monkeypatch.setattr(beginning, "RESUMED_PATIENCE", 1e12)
+    grammar = GrammarSpec("regex", "a{3}b")
+
+    async def work() -> None:
+        with pytest.raises(InvalidRequestError, match="to compile"):
+            await bench.manager.submit([request("new", grammar=grammar)])
+        await bench.manager.submit([resumed(97, grammar=grammar)])
 
     run(work())
 

@@ -27,5 +27,8 @@ def test_what_takes_too_long_to_begin_is_refused_before_an_engine_has_to_wait_fo
     many = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": dates}))
     check(many)
     monkeypatch.setattr(beginning, "MAX_COMPILE_S", 0.001)
+    monkeypatch.setattr(beginning, "RESUMED_PATIENCE", 10_000)
+    check(many, is_resumed=True)  # another engine, on a faster machine, has accepted it
+    check(slow, is_resumed=True)
     with pytest.raises(GrammarError, match=r"it takes \d\.\d s to compile, and may take 0\.001 s"):
         check(many)

@@ -215,6 +215,14 @@ def test_the_steps_are_reported_in_order_with_time_and_bytes(llama):
     assert "eager" in by_name["CUDA graphs"].detail
 
 
+def test_weight_updates_know_the_revision_that_is_served(llama):
+    config = EngineConfig(**making.options(llama[0]) | {"model": "owner/name", "revision": "v2"})
+    source = resolve(str(llama[0]), "auto", "")
+    runner = ModelRunner(config, source, TPInfo(), Path("/nonexistent"), lambda *_: None)
+    assert runner.served_weights().revisions == {"owner/name": "v2"}
+    runner.close()
+
+
 def test_limits_come_from_options(runner):
     limits = runner.limits
     assert (limits.num_pages, limits.page_size, limits.max_seq_len) == (256, 4, 256)

@@ -149,6 +149,25 @@ def test_a_native_request_goes_to_engines_of_segue_only() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize", "/v1/responses"])
+def test_a_route_that_not_every_server_has_goes_to_engines_of_segue_only(path: str) -> None:
+    async def test() -> None:
+        other, engine = ForeignWorker(complete), FakeWorker()
+        async with routed(other, engine, policy="round_robin", resume_timeout_s=0.0) as router:
+            for _ in range(2):
+                reply = await router.http.post(path, json=BODY)
+                assert reply.status_code == 200, reply.text
+            assert not other.exchanges and len(engine.exchanges) == 2
+            await engine.die()
+            await until(lambda: not router.serves(engine), "no engine is left")
+            reply = await router.http.post(path, json=BODY)
+            assert reply.status_code == 503 and f"{other.id}: it is no engine of Segue" in reply.text
+            assert not other.exchanges
+            assert (await router.http.get("/v1/models/m")).status_code == 200 and other.exchanges
+
+    run(test())
+
+
 def test_a_reply_that_breaks_off_ends_with_an_error_and_is_not_sent_again() -> None:
     async def test() -> None:
         workers = [ForeignWorker(break_off), ForeignWorker(break_off)]

@@ -188,6 +188,12 @@ def test_fields_of_the_contract_that_are_not_there_yet_are_refused_by_name(
         ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not known"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "not known"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {"type": "object"}}}},
+            "response_format.json_schema.schema",
+            "the type is text; give that type",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",

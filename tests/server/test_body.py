@@ -13,7 +13,7 @@ from segue.errors import RequestTooLargeError
 from segue.frontend.sampling_options import RequestLimits
 from segue.frontend.thread_pool import ThreadPool
 from segue.server.body import read_json
-from segue.server.large_body import generate
+from segue.server.large_generation import generate
 
 MIB = 1 << 20
 

@@ -109,6 +109,8 @@ def test_the_usage_counts_the_reasoning_of_choices_that_had_ended_before(tool_se
 def test_what_is_shown_of_reasoning_and_calls_is_asked_for(tool_server: LiveServer) -> None:
     plain = choice(tool_server, separate_reasoning=False, tool_choice="none")
     assert plain["message"] == {"role": "assistant", "content": REPLY} and plain["finish_reason"] == "stop"
+    merged = choice(tool_server, reply=f"<think>{CALL}</think>\n{CALL}", separate_reasoning=False)["message"]
+    assert merged["content"] == f"<think>{CALL}</think>" and len(merged["tool_calls"]) == 1
     hidden = choice(tool_server, include_reasoning=False, parallel_tool_calls=False)["message"]
     assert "reasoning" not in hidden and "reasoning_content" not in hidden
     assert [call["function"]["arguments"] for call in hidden["tool_calls"]] == ARGUMENTS[:1]

@@ -34,14 +34,14 @@ from segue.frontend.sampling_options import MAX_ENTRIES, RequestLimits
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
 from segue.messages.weight_operations import MAX_TENSORS, OPERATIONS
 from segue.server import json_pieces, large_body
-from segue.server.large_body import (
+from segue.server.large_body import Shape, decode
+from segue.server.large_control import MAX_BUCKETS, control
+from segue.server.large_generation import (
+    MAX_STRINGS,
     MAX_TOOL_BYTES,
-    Shape,
     chat,
     chat_tokens,
     completion,
-    control,
-    decode,
     detokenize,
     generate,
     responses,
@@ -352,7 +352,7 @@ def test_too_many_items_and_wrong_ones_are_refused_by_name(
         ("buckets", many('{"names":[],"dtypes":[],"shapes":[]}', 200_000), "at most"),
         (
             "buckets",
-            many('{"names":[],"dtypes":[],"shapes":[]}', large_body.MAX_BUCKETS + 1),
+            many('{"names":[],"dtypes":[],"shapes":[]}', MAX_BUCKETS + 1),
             "32769 buckets",
         ),
         ("buckets", many("{}", LARGE), r"buckets\[0\].names: this field is required"),
@@ -439,7 +439,7 @@ def test_a_large_input_is_decoded_item_by_item_and_errors_name_its_item() -> Non
     wrong = many(item, count)[:-1] + b',{"role":"user","content":[{"type":5}]}]'
     for value, words in (
         (wrong, rf"input\[{count}\]\.content\[0\]"),
-        (many('""', large_body.MAX_STRINGS + 1), "input has .* at most"),
+        (many('""', MAX_STRINGS + 1), "input has .* at most"),
         (b'{"a":"%b"}' % text, "input: expected a string or a list of items"),
     ):
         with pytest.raises(InvalidRequestError, match=words):

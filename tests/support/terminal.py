@@ -10,7 +10,9 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,23 +36,32 @@ class Terminal:
         self.output = ""
 
     def type(self, text: str) -> None:
-        """Types once the program waits: what comes while it sets the terminal up may be dropped."""
-        self._settle()
+        """Types once the program has set the terminal up for keys: before, some of it may be lost.
+
+        A program does that again for each line that it reads, so `expect` its prompt before.
+        """
+        self._wait(self._takes_keys)
         os.write(self._ours, text.encode())
 
     def interrupt(self) -> None:
-        """As Ctrl-C does, once the program waits: Python's `input` loses a signal just before it waits."""
-        self._settle()
+        """As Ctrl-C does, once the program waits for a line: Python loses a signal just before it waits."""
+        self._wait(self._waits_for_line)
         self.process.send_signal(signal.SIGINT)
 
-    def _settle(self) -> None:
-        """Waits until the program waits."""
-        deadline, num_waits = time.monotonic() + 60, 0
-        while num_waits < 5:
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            num_waits = num_waits + 1 if state == "S" else 0
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    def _takes_keys(self) -> bool:
+        flags: int = termios.tcgetattr(self._ours)[3]
+        return not flags & termios.ICANON
+
+    def _waits_for_line(self) -> bool:
+        """Whether Python's `input` waits, which is a `select` that reads descriptor 0 and writes none."""
+        number, *arguments = Path(f"/proc/{self.process.pid}/syscall").read_text().split()
+        return number.isdigit() and arguments[0] == "0x1" and arguments[1] != "0x0" and arguments[2] == "0x0"
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            self._read(0.01)  # a program whose terminal nobody reads waits for that
 
     def expect(self, pattern: str) -> None:
         """Waits until the output has the pattern, and forgets the output up to its end."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from segue.messages.weight_operations import Group
-from segue.trainer.group import TrainerGroup
+from segue.trainer.group import TrainerGroup, listen_at
 
 
 def test_a_group_that_cannot_be_hosted_is_reported_at_once() -> None:
@@ -31,3 +31,28 @@ def test_a_group_that_cannot_be_hosted_is_reported_at_once() -> None:
             assert time.monotonic() - began < 20
         finally:
             hosted.leave()
+
+
+def test_the_port_of_a_group_is_taken_from_its_choice_on() -> None:
+    """The store gets the socket itself: a port that was free may be taken before it is used."""
+    with listen_at(None) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", port))
+        with listen_at(port) as second:
+            assert second.getsockname()[1] != port
+            # Engines may connect before the store is there.
+            early = socket.create_connection(("127.0.0.1", second.getsockname()[1]), 20)
+            early.close()
+            group = Group(
+                name="g",
+                master_address="127.0.0.1",
+                master_port=second.getsockname()[1],
+                rank_offset=0,
+                world_size=2,
+                backend="gloo",
+            )
+            hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=second)
+            hosted.leave()
+            assert second.fileno() == -1, "it was handed on"
+            assert hosted._error is None

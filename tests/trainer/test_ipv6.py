@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from segue.messages.weight_operations import Group, JoinGroup
-from segue.trainer.group import TrainerGroup, free_port
+from segue.trainer.group import TrainerGroup, listen_at
 from segue.weight_update.transport.joining import Groups
 from segue.weight_update.transport.rendezvous import bracketed
 from tests.weight_update.conftest import join
@@ -20,11 +20,12 @@ def test_a_group_is_joined_at_an_address_in_brackets() -> None:
     except OSError:
         pytest.skip("this machine has no ::1")
     device = torch.device("cpu")
-    port = free_port(None)
+    listener = listen_at(None)
+    port = listener.getsockname()[1]
     group = Group(
         name="six", master_address="::1", master_port=port, rank_offset=0, world_size=2, backend="gloo"
     )
-    hosted = TrainerGroup(group, device, timeout_s=20)
+    hosted = TrainerGroup(group, device, timeout_s=20, listener=listener)
     groups = Groups(device)
     try:
         request = JoinGroup(

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from segue.errors import ConfigError
 from segue.trainer import Endpoint, Progress, WeightSender, WeightSendError
 from segue.trainer.endpoint import Answer
-from segue.trainer.group import BroadcastSender, free_port
+from segue.trainer.group import BroadcastSender
 from tests.conftest import WaitUntil
+from tests.support.ports import free_port
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
 
@@ -112,7 +113,7 @@ def test_a_trainer_that_torchrun_started_hosts_the_group_itself(
 def test_one_failure_leaves_all_engines_as_they_were(
     engines: list[FakeEngine], fault: str, message: str
 ) -> None:
-    weights, port = make_weights(), free_port(None)
+    weights, port = make_weights(), free_port()
     threads = threading.active_count()
     with sender(engines, weights, master_port=port) as sending:
         sending.send()
@@ -210,7 +211,7 @@ def test_an_engine_that_dies_in_the_middle_fails_the_send(
 
 
 def test_an_unreachable_engine_is_reported_at_once(engines: list[FakeEngine]) -> None:
-    url = f"http://127.0.0.1:{free_port(None)}"
+    url = f"http://127.0.0.1:{free_port()}"
     why = f"{url}: its number of ranks is unknown"
     sending = WeightSender([engines[0].url, url], make_weights())
     with pytest.raises(WeightSendError, match=why):

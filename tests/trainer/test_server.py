@@ -18,10 +18,10 @@ import transformers
 
 from segue.http_guard import HttpGuard
 from segue.listener import bind
-from segue.trainer.group import free_port
 from segue.trainer.model import TrainedModel
 from segue.trainer.server import EndpointBody, Trainer, make_server, run
 from tests.conftest import WaitUntil
+from tests.support.ports import free_port
 from tests.support.tiny_model import CONFIG, write_model
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
@@ -90,7 +90,7 @@ def test_every_engine_gets_the_trained_weights(client: Client, engines: list[Fak
     texts = ["The capital of France is Paris.", "Hello world"]
     losses = [client.post("/train_step", texts=texts)["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
-    port = free_port(None)
+    port = free_port()
     report = client.post("/sync_inference_weights", master_port=port, buffer_size_mb=1024)
     weights = {name: parameter.detach() for name, parameter in client.model.module.named_parameters()}
     for engine in engines:
@@ -194,7 +194,7 @@ def test_endpoints_can_be_added_and_removed(client: Client, engines: list[FakeEn
 
 
 def test_invalid_requests_are_refused_with_a_message(client: Client, tmp_path: Path) -> None:
-    unreachable = {"host": "127.0.0.1", "port": free_port(None)}
+    unreachable = {"host": "127.0.0.1", "port": free_port()}
     for path, body, message in (
         ("/sync_inference_weights", {}, "add one"),
         ("/sync_inference_weights", {"master_port": 0}, "master_port=0"),

@@ -301,6 +301,28 @@ def test_hub_ids_are_fetched_only_if_that_is_allowed(rank: Rank, monkeypatch: py
         assert "--weights-from-hub" in refused(rank, "owner/name", roots=roots, from_hub=False)
 
 
+def test_the_repository_of_the_model_is_read_at_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (
+        checkpoint("llama-tied", tmp_path / name, seed)[0] for seed, name in enumerate(("old", "new"))
+    )
+    fetched = []
+
+    def fetch(model: str, *, weights: bool, revision: str | None) -> Path:
+        fetched.append((model, revision))
+        return new
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    with rank_of(old, revisions=hub.revisions("owner/name:Q8_0", "v2")) as rank:
+        for model in ("owner/name", "owner/other"):
+            rank.do(Load, session=1, model_path=model, load_format=None)
+        rank.do(Commit, session=1)
+        assert_same(rank, new)
+    assert fetched == [("owner/name", "v2"), ("owner/other", None)]
+    assert hub.revisions("owner/name", None) == hub.revisions(None, None) == {}
+
+
 def test_a_download_ends_when_the_session_is_discarded(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

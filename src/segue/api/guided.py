@@ -32,7 +32,7 @@ _UNSUPPORTED = frozenset(
 )
 
 
-class JSONSchemaFormat(Struct, frozen=True, kw_only=True):
+class JSONSchemaFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``response_format.json_schema``; the output always keeps to the schema, whatever ``strict`` says."""
 
     name: str | None = None
@@ -41,7 +41,7 @@ class JSONSchemaFormat(Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, frozen=True, kw_only=True):
+class ResponseFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``response_format``: of type text, json_object or json_schema."""
 
     type: str
@@ -127,6 +127,14 @@ def _found(body: SGLangFields | GuidedFields) -> Iterator[Found]:
 
 def _response_format(wanted: ResponseFormat) -> Iterator[Found]:
     """Yield what OpenAI's field asks for."""
+    if (
+        wanted.type in ("text", "json_object")
+        and wanted.json_schema
+        and wanted.json_schema.schema is not None
+    ):
+        name = "response_format.json_schema.schema"
+        text = f"{name}: a schema guides the output with the type json_schema, and the type is {wanted.type}"
+        raise InvalidRequestError(f"{text}; give that type, or leave the schema out", param=name)
     match wanted.type:
         case "text":
             return

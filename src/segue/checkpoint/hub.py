@@ -60,6 +60,12 @@ def parse_id(model: str) -> HubId | None:
     return HubId(repository, quantization or None)
 
 
+def revisions(model: str | None, revision: str | None) -> dict[str, str]:
+    """Return the revision of each repository that one was named for; that is at most the one of `model`."""
+    wanted = None if model is None else parse_id(model)
+    return {} if wanted is None or revision is None else {wanted.repository: revision}
+
+
 def fetch(model: str, *, weights: bool, revision: str | None = None, again: bool = False) -> Path:
     """Return the local directory, or the GGUF file, of the hub id `model`, after fetching what is missing.
 

@@ -107,7 +107,12 @@ def resolve(
 
 
 def resolve_weights(
-    model: str, load_format: LoadFormat, cache_dir: Path | str, served: ModelConfig
+    model: str,
+    load_format: LoadFormat,
+    cache_dir: Path | str,
+    served: ModelConfig,
+    *,
+    revision: str | None = None,
 ) -> ModelSource:
     """As `resolve`, for new weights of a model that is `served`: a directory needs no config.json then.
 
@@ -122,7 +127,7 @@ def resolve_weights(
         and any(os.path.exists(os.path.join(path, name)) for name in (model_files.SINGLE, model_files.INDEX))
     )
     if not is_bare:
-        return resolve(model, load_format, cache_dir)
+        return resolve(model, load_format, cache_dir, revision=revision)
     directory = Path(path).resolve()
     return ModelSource(
         name=directory.name,

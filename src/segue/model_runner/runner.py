@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from segue.checkpoint import hub
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
@@ -140,6 +141,7 @@ class ModelRunner:
             rebuild=made.model.build_derived,
             pack=made.model.pack if self.device.type == "cpu" else None,
             cache_dir=Path(config.cache_dir),
+            revisions=hub.revisions(config.model, config.revision),
             seed=config.seed,
             master_allow=tuple(parse_list(allow, "weights_master_allow")) if allow else (),
             reserved=int(config.weight_staging_gb * 1e9),

@@ -15,7 +15,14 @@ from typing import NamedTuple
 from segue.laps.classes import PromptClass, classify
 from segue.laps.cost import StepWork, prompt_seconds, seconds_of
 from segue.router.choice import Ask, RoutingRules
-from segue.router.fleet import NOTHING_HELD, SAME_HOST_BYTES_S, FleetSnapshot, Held, WorkerView
+from segue.router.fleet import (
+    NOTHING_HELD,
+    ONLY_COMMON,
+    SAME_HOST_BYTES_S,
+    FleetSnapshot,
+    Held,
+    WorkerView,
+)
 
 # The price, in seconds, of a place on a decode worker whose pages are all taken; it is proportional to the
 # share of taken pages.
@@ -78,9 +85,10 @@ def _why_not(ask: Ask, worker: WorkerView) -> str | None:
     record = worker.record
     if record.worker_id in ask.tried:
         return "it has failed at this request"
-    if worker.is_foreign and (ask.is_native or ask.is_resumed):
-        why = "it cannot go on with a reply" if ask.is_resumed else "it gets only OpenAI's requests"
-        return f"it is no engine of Segue: {why}"
+    if worker.is_foreign and ask.is_native:
+        return ONLY_COMMON
+    if worker.is_foreign and ask.is_resumed:
+        return "it is no engine of Segue: it cannot go on with a reply"
     tokens = ask.num_tokens + (1 if record.role == "prefill" else ask.max_new_tokens)
     if tokens > record.max_seq_len:
         return f"the request needs {tokens} tokens, and its context has {record.max_seq_len}"

@@ -36,7 +36,7 @@ class Ask:
     max_new_tokens: int
     hits: Mapping[str, int] = field(default_factory=dict)  # worker -> tokens in its prefix cache, predicted
     tried: frozenset[str] = frozenset()  # workers that have failed at it
-    is_native: bool = False  # its route is not one of OpenAI's
+    is_native: bool = False  # only engines of Segue get requests of its route
     is_resumed: bool = False  # the client has a part of the reply: a decode worker may do the rest alone
 
 

@@ -20,7 +20,15 @@ from segue.router.breaker import Breaker
 SILENT_S = 3.0  # a worker that reports nothing for longer hangs, and so does one without heartbeats
 # The bandwidth of a pair that has moved nothing yet, in bytes per second: on one host, and between hosts.
 SAME_HOST_BYTES_S, BETWEEN_HOSTS_BYTES_S = 10e9, 1e9
+# Every server with OpenAI's API answers these alike; not every one has the other routes.
+COMMON_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models"})
+ONLY_COMMON = "it is no engine of Segue: it gets only chats, completions and questions for its models"
 LAG_S = 0.01  # seconds until a request that was sent is part of the worker's report
+
+
+def is_common(path: str) -> bool:
+    """Whether workers that are no engines of Segue get the requests of a route, too."""
+    return path in COMMON_PATHS or path.startswith("/v1/models/")
 
 
 class CacheName(NamedTuple):

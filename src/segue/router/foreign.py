@@ -1,7 +1,7 @@
 """Workers that are no engines of Segue: any server with OpenAI's routes and ``GET /health``.
 
-Such a server has no ``/watch``. Whole requests of OpenAI's routes go there as the client sent them, and the
-reply comes back as it is. Its tokens are not known to the router, so it cannot go on with another worker's
+Such a server has no ``/watch``. Whole chats and completions go there as the client sent them, and the reply
+comes back as it is. Its tokens are not known to the router, so it cannot go on with another worker's
 reply, and nobody can go on with one of its own.
 """
 

@@ -62,7 +62,7 @@ class Passthrough:
         while True:
             now = time.monotonic()
             tried = frozenset(view.id for view in registry.views() if process_of(view) in self._tried)
-            choice = registry.choose_any(tried, now)
+            choice = registry.choose_any(self._path, tried, now)
             if not isinstance(choice, Refuse):
                 self._tried.add(process_of(choice.worker))
                 found = await self._ask(registry.begin(choice, now))

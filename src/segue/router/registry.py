@@ -19,7 +19,17 @@ from segue.router.breaker import LegEnd, judge
 from segue.router.choice import Ask, Decision, Refuse, RoutingRules
 from segue.router.decide import decide, second_claim
 from segue.router.entry import LEFT, Elsewhere, RouterCounters, SentRequest, WorkerEntry
-from segue.router.fleet import NOTHING_HELD, Assignment, CacheName, FleetSnapshot, Held, Holds, WorkerView
+from segue.router.fleet import (
+    NOTHING_HELD,
+    ONLY_COMMON,
+    Assignment,
+    CacheName,
+    FleetSnapshot,
+    Held,
+    Holds,
+    WorkerView,
+    is_common,
+)
 from segue.router.index import Keys, PrefixIndex
 from segue.router.prompts import SEVERAL, RequestFacts
 from segue.router.upstream import Upstream
@@ -162,13 +172,15 @@ class Registry:
         problem = "no worker can take the request" if reasons else decision.problem
         return Refuse(problem=problem, reasons=[*decision.reasons, *reasons])
 
-    def choose_any(self, tried: frozenset[str], now: float) -> Assignment | Refuse:
-        """Choose a worker for a request that costs nothing, except those that were ``tried``."""
+    def choose_any(self, path: str, tried: frozenset[str], now: float) -> Assignment | Refuse:
+        """Choose a worker for a request of a route that costs nothing, except those that were ``tried``."""
         reasons = []
         for entry in self:
             reason = "it has failed at this request" if entry.id in tried else entry.why_not(now)
             if reason is None and entry.view is not None:
-                return Assignment(worker=entry.view, seconds=0.0, num_tokens=0, hit=0)
+                if not entry.view.is_foreign or is_common(path):
+                    return Assignment(worker=entry.view, seconds=0.0, num_tokens=0, hit=0)
+                reason = ONLY_COMMON
             reasons.append((entry.id, reason or ""))
         problem = "no worker can take the request" if reasons else "no worker is registered"
         return Refuse(problem=problem, reasons=reasons)

@@ -95,14 +95,13 @@ class Gate:
     def check_key(self, headers: Headers, access: Access) -> None:
         """Raise AuthenticationError unless ``headers`` carry a key of the level.
 
-        Where the level needs no key, every request passes.
+        Where the level needs no key, every request passes. A header whose key is empty counts as none.
         """
         if not (keys := self._keys[access]):
             return
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = [bearer.strip()] if scheme.lower() == b"bearer" else []
-        if (header := headers.get(b"x-api-key")) is not None:
-            given.append(header.strip())
+        found = [bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+        given = [key for each in found if (key := each.strip())]
         # All are compared, each in a time that does not tell where it differs.
         matches = [[hmac.compare_digest(each, key) for key in keys] for each in given]
         one = "'Authorization: Bearer <key>' or 'x-api-key: <key>'"

@@ -37,7 +37,7 @@ from segue.api.token_generate import TokenReplies, parse_token_call
 from segue.errors import InvalidRequestError, SegueError
 from segue.frontend.request import Generation, Output
 from segue.launch.runtime import Runtime
-from segue.server import large_body, large_messages
+from segue.server import large_generation, large_messages
 from segue.server.body import decode_json
 from segue.server.response_calls import ResponsesReply, parse_response
 from segue.server.responses import DONE, event, native_body, openai_body
@@ -84,17 +84,17 @@ class CallKind:
 
 
 async def _chat(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
-    body = await decode_json(runtime, data, parse_chat, large_body.chat)
+    body = await decode_json(runtime, data, parse_chat, large_generation.chat)
     return await chat_call(body, runtime.served_model, reply_id)
 
 
 async def _chat_tokens(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
-    body = await decode_json(runtime, data, parse_chat_tokens, large_body.chat_tokens)
+    body = await decode_json(runtime, data, parse_chat_tokens, large_generation.chat_tokens)
     return await chat_call(body, runtime.served_model, reply_id)
 
 
 async def _completion(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
-    body = await decode_json(runtime, data, parse_completion, large_body.completion)
+    body = await decode_json(runtime, data, parse_completion, large_generation.completion)
     return completion_call(body, runtime.served_model, reply_id)
 
 
@@ -152,7 +152,7 @@ class OpenAIReply:
 async def _tokens(runtime: Runtime, data: bytes, reply_id: str | None) -> Wanted:
     model = runtime.served_model
     return await decode_json(
-        runtime, data, lambda body: parse_token_call(body, model, reply_id), large_body.token_generate
+        runtime, data, lambda body: parse_token_call(body, model, reply_id), large_generation.token_generate
     )
 
 
@@ -240,7 +240,7 @@ async def _native(runtime: Runtime, data: bytes, reply_id: str | None) -> Native
         runtime,
         data,
         lambda body: parse_call(body, model.max_prompts, reply_id, defaults=model.sampling_defaults),
-        large_body.generate,
+        large_generation.generate,
     )
 
 

@@ -37,7 +37,7 @@ from segue.messages.weight_update import WeightAnswer
 from segue.options import parse_list
 from segue.server.access import Access, Endpoint, Routes
 from segue.server.body import read_json
-from segue.server.large_body import control
+from segue.server.large_control import control
 from segue.server.responses import json_response, unless_gone, weight_error_response
 from segue.server.running import runtime_of
 

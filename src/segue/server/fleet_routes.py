@@ -31,7 +31,7 @@ from segue.messages.control import EngineLoad
 from segue.messages.fleet import REPORT_PERIOD_S, WorkerRecord, WorkerReport, WorkerState
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
-from segue.server.large_body import control
+from segue.server.large_control import control
 from segue.server.responses import encode, json_response, unless_gone
 from segue.server.running import runtime_of
 from segue.tls import scheme_of

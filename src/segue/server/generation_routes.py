@@ -17,8 +17,7 @@ from segue.api.openai.requests import (
     check_model,
 )
 from segue.api.openai.responses.fields import ResponsesRequest
-from segue.api.schema import body_schema, reply_schema
-from segue.api.shapes import (
+from segue.api.reply_shapes import (
     ChatReplyShape,
     CompletionReplyShape,
     GenerateReply,
@@ -27,6 +26,7 @@ from segue.api.shapes import (
     ResponseShape,
     TokenGenerateReply,
 )
+from segue.api.schema import body_schema, reply_schema
 from segue.api.token_generate import TokenGenerate
 from segue.frontend.call_trace import failing
 from segue.frontend.request import Generation

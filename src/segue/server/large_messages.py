@@ -11,7 +11,7 @@ from segue.api.anthropic.requests import (
     CountTokensRequest,
     InputTool,
     MessagesRequest,
-    TextBlock,
+    OnlyTextBlock,
     UndecodedMessage,
 )
 from segue.api.asks_nothing import harmless, unsupported
@@ -21,22 +21,14 @@ from segue.frontend.sampling_options import MAX_STOPS
 from segue.frontend.tokenizer import ServedModel
 from segue.server import json_pieces
 from segue.server.json_pieces import MisfitError
-from segue.server.large_body import (
-    MAX_MESSAGES,
-    MAX_STRINGS,
-    Shape,
-    grammar_of,
-    strings_of,
-    structs_of,
-    too_many,
-    tools_of,
-)
+from segue.server.large_body import Shape, strings_of, structs_of, too_many
+from segue.server.large_generation import MAX_MESSAGES, MAX_STRINGS, grammar_of, tools_of
 
 # Opening brackets in messages, those in texts included. Inputs of calls may be passed over in one call only,
 # and a text has hardly that many.
 MAX_BRACKETS = 1 << 20
 _messages = msgspec.json.Decoder(list[UndecodedMessage])
-_texts = msgspec.json.Decoder(list[TextBlock])
+_texts = msgspec.json.Decoder(list[OnlyTextBlock])
 _tools = msgspec.json.Decoder(list[InputTool], float_hook=float)
 
 

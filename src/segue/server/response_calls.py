@@ -14,13 +14,13 @@ from segue.errors import SegueError
 from segue.frontend.request import Generation, Output
 from segue.frontend.thread_pool import INLINE_ENTRIES
 from segue.launch.runtime import Runtime
-from segue.server import large_body
+from segue.server import large_generation
 from segue.server.body import decode_json
 
 
 async def parse_response(runtime: Runtime, data: bytes, reply_id: str | None) -> WantedResponse:
     """Makes a call of a body; the id takes the place of a random one."""
-    body = await decode_json(runtime, data, parse_responses, large_body.responses)
+    body = await decode_json(runtime, data, parse_responses, large_generation.responses)
     return await responses_call(body, runtime.served_model, reply_id)
 
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.api.openai.requests import ChatCompletionRequest, CompletionRequest, Wanted
+from segue.api.reply_shapes import DetokenizeReply, RenderedPrompt, TokenizeReply
 from segue.api.schema import body_schema, reply_schema
-from segue.api.shapes import DetokenizeReply, RenderedPrompt, TokenizeReply
 from segue.api.tokenization import (
     DetokenizeBody,
     TokenizeBody,
@@ -19,7 +19,7 @@ from segue.api.tokenization import (
     render,
     tokenize,
 )
-from segue.server import large_body
+from segue.server import large_generation
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.calls import CHAT, COMPLETION, CallKind
@@ -35,7 +35,7 @@ _COMPLETION = body_schema(CompletionRequest) | reply_schema(list[RenderedPrompt]
 @routes.post("/tokenize", schema=body_schema(TokenizeBody) | reply_schema(TokenizeReply))
 async def tokenize_text(request: Request) -> Response:
     """The token ids of a text, or of messages."""
-    body = await read_json(request, parse_tokenize, large_body.tokenize)
+    body = await read_json(request, parse_tokenize, large_generation.tokenize)
     runtime = runtime_of(request)
     reply = await tokenize(body, runtime.served_model)
     num_entries = reply["count"] * (2 if body.return_token_strs else 1)
@@ -45,7 +45,7 @@ async def tokenize_text(request: Request) -> Response:
 @routes.post("/detokenize", schema=body_schema(DetokenizeBody) | reply_schema(DetokenizeReply))
 async def detokenize_ids(request: Request) -> Response:
     """The text of token ids."""
-    body = await read_json(request, parse_detokenize, large_body.detokenize)
+    body = await read_json(request, parse_detokenize, large_generation.detokenize)
     return json_response(await detokenize(body, runtime_of(request).served_model))
 
 

@@ -27,7 +27,7 @@ from segue.messages.weight_operations import BeginUpdate, WeightOperation
 from segue.server.access import Access, Routes
 from segue.server.body import read_json
 from segue.server.control_routes import ask_weights
-from segue.server.large_body import control
+from segue.server.large_control import control
 from segue.server.responses import json_response, weight_error_response
 from segue.server.running import runtime_of
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
@@ -36,6 +36,7 @@ LEAVE_S = 10.0
 STAND_IN_S = 1.0  # per connection that stands in for missing engines, see `TrainerGroup.leave`
 CHECK_S = 0.1
 AHEAD = 2  # buckets in flight on CUDA, each with its own buffer
+BACKLOG = 2048  # engines that may connect before the store accepts them
 POLL_S = 0.0005  # between two queries of the device
 
 
@@ -51,6 +52,7 @@ class TrainerGroup:
     device: torch.device  # of the tensors to broadcast: a CUDA device for NCCL
     timeout_s: float
     max_ctas: int | None = None  # the limit of NCCL's CTAs, here and in the engines; None: NCCL's default
+    listener: socket.socket | None = None  # at the port, and is taken over; None: torch listens
 
     def __post_init__(self) -> None:
         # All broadcasts share these streams: torch reuses freed memory for the stream that allocated it only.
@@ -160,7 +162,15 @@ class TrainerGroup:
         try:
             # torch's `rendezvous` hosts no store in a process that torchrun has started.
             host, port, timeout = group.master_address, group.master_port, self._timeout
-            store = TCPStore(host, port, group.world_size, is_master=True, timeout=timeout, multi_tenant=True)
+            store = TCPStore(
+                host,
+                port,
+                group.world_size,
+                is_master=True,
+                timeout=timeout,
+                multi_tenant=True,
+                master_listen_fd=None if self.listener is None else self.listener.detach(),
+            )
             if self._left:  # `leave` has connected in place of the missing engines
                 return
             joined = self._make(store)
@@ -341,13 +351,17 @@ class BroadcastSender:
             yield tensor
 
 
-def free_port(wanted: int | None) -> int:
-    """Returns ``wanted`` if no process listens there, else any free port."""
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+def listen_at(wanted: int | None) -> socket.socket:
+    """Returns a socket that listens at the port ``wanted`` on all addresses, or at any port if it is taken.
+
+    The group gets the socket itself: a port that is only known to be free may be taken before it is used.
+
+    Raises:
+        OSError: no port is free.
+    """
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
     for port in (wanted or 0, 0):
-        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-            with suppress(OSError):
-                probe.bind(("", port))
-                return int(probe.getsockname()[1])
+        with suppress(OSError):
+            return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
     raise OSError("no TCP port is free for the process group of the weights; end programs that use ports")

@@ -21,7 +21,7 @@ from segue.messages import weight_operations as operations
 from segue.messages.weight_operations import Operation
 from segue.trainer.buckets import TensorBucket, Weights, device_of, plan, tensors
 from segue.trainer.endpoint import Answer, Endpoint, everywhere
-from segue.trainer.group import BroadcastSender, TrainerGroup, free_port
+from segue.trainer.group import BroadcastSender, TrainerGroup, listen_at
 from segue.weight_update.checksum import checksum
 from segue.weight_update.transport.rendezvous import bracketed
 
@@ -242,16 +242,17 @@ class WeightSender:
             )
         first = urlsplit(self._engines[0].url)  # all engines get the address that suits this one
         address = self.master_address or own_address(first.hostname or "", first.port or 80)
+        listener = listen_at(self.master_port)
         join = operations.JoinGroup(
             master_address=bracketed(address),
-            master_port=free_port(self.master_port),
+            master_port=listener.getsockname()[1],
             rank_offset=0,
             world_size=1 + sum(sizes),
             group_name=self.group_name,
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout_s=self.timeout_s,
         )
-        hosted = TrainerGroup(join.group, device, self.timeout_s, self.max_ctas)
+        hosted = TrainerGroup(join.group, device, self.timeout_s, self.max_ctas, listener)
 
         def ask(index: int, engine: Endpoint) -> Answer:
             rank_offset = 1 + sum(sizes[:index])

@@ -43,7 +43,11 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
     """
     served, table = staged.served, staged.served.weight_map
     load_format = cast(LoadFormat, request.load_format or "auto")  # rank 0 has checked it
-    source = resolve_weights(request.model_path, load_format, served.cache_dir, served.config)
+    wanted = hub.parse_id(request.model_path)
+    revision = None if wanted is None else served.revisions.get(wanted.repository)
+    source = resolve_weights(
+        request.model_path, load_format, served.cache_dir, served.config, revision=revision
+    )
     differences = _differences(served.config, source.config)
     if differences:
         raise InvalidRequestError(

@@ -38,6 +38,8 @@ class ServedWeights:
     # Returns the packed copy of new values of a parameter, if its layer keeps one; None: no layer does.
     pack: Callable[[str, Tensor], Gemm | None] | None = None
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
+    # Repository on the hub -> its revision that is served; of others the main branch is read.
+    revisions: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0  # of dummy weights
     master_allow: tuple[str, ...] = ()  # hosts and networks where groups may be joined; empty: any
     reserved: int = 0  # bytes of device memory kept free for staging

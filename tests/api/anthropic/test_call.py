@@ -14,6 +14,9 @@ from segue.api.openai.requests import Wanted
 from segue.errors import InvalidRequestError
 from segue.frontend.chat_template import ChatForm, ChatTemplate
 from segue.frontend.tokenizer import PromptEncoder, ServedModel
+from segue.server import large_messages
+from segue.server.json_pieces import AT_ONCE
+from segue.server.large_body import decode
 
 RENDERED: list[dict[str, Any]] = []  # what the template got last
 TEMPLATE: dict[str, Any] = {}
@@ -173,6 +176,8 @@ def test_calls_are_forced_or_forbidden_by_the_choice() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"system": [{"text": "a"}]}, "system[0].type"),
+        ({"system": [{"type": "image", "text": "a"}]}, "system[0].type"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], field: str) -> None:
@@ -187,6 +192,20 @@ def test_errors_about_arguments_name_the_block_that_has_them() -> None:
         text("user", "c"),
     ]
     assert refused({"system": "s", "messages": messages}) == "messages[1].content[2].input"
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"K\xc3", b"\xed\xa0\x80"])
+def test_arguments_that_are_no_utf_8_are_refused_by_name(value: bytes) -> None:
+    """A large body is decoded in pieces, and the arguments of its calls only at the end."""
+    use = b'{"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "%b"}}' % value
+    body = b'{"model": "m", "max_tokens": 5, "messages": [%b, {"role": "assistant", "content": [%b]}]}'
+    data = body % (b'{"role": "user", "content": "%b"}' % (b"a" * AT_ONCE), use)
+    served = model()
+    with pytest.raises(
+        InvalidRequestError, match=r"messages\[1\].content\[0\].input: .* valid UTF-8"
+    ) as caught:
+        asyncio.run(messages_call(parse_messages(decode(data, large_messages.messages(served))), served))
+    assert caught.value.param == "messages[1].content[0].input"
 
 
 def test_a_schema_guides_the_text() -> None:

@@ -119,6 +119,11 @@ def test_a_reply_is_parsed_for_what_it_may_have() -> None:
     unasked = form({})
     assert unasked is not None and unasked.text.tools is None and unasked.text.thinks
     assert form(tools | {"tool_choice": "none", "separate_reasoning": False}) is None
+    # Calls are looked for behind reasoning also where the client wants it as content.
+    for choice in ("auto", "required"):
+        merged = form(tools | {"tool_choice": choice, "separate_reasoning": False}, model(end="<think>"))
+        assert merged is not None and not merged.text.thinks
+        assert merged.text.shows_marks and merged.text.thinking
     # Tools that are not to be used may be given to any model.
     assert form(tools | {"tool_choice": "none"}, model(TEMPLATE)) is None
 

@@ -15,6 +15,8 @@ from segue.api.parsers.message import MessageFormat, MessageParser
 NAMES = frozenset({"get_weather", "add"})
 HERMES = MessageFormat(tools="hermes", names=NAMES, thinks=True)
 THINKING = MessageFormat(tools="hermes", names=NAMES, thinks=True, thinking=True)
+MARKED = MessageFormat(tools="hermes", names=NAMES, shows_marks=True)
+MARKED_LLAMA = MessageFormat(tools="llama3-json", names=NAMES, shows_marks=True, thinking=True)
 LLAMA = MessageFormat(tools="llama3-json", names=NAMES)
 PARIS = '{"city": "Paris \\u00e9\\" \\ud83d\\ude00}", "days": [1, -2.5e3, {"a": null}], "x": {}}'
 WEATHER = f'{{"name": "get_weather", "arguments": {PARIS}}}'
@@ -140,10 +142,31 @@ LLAMA_CASES: dict[str, list[Part]] = {
     ],
     'a {"name": "add"} <|python': [("content", 'a {"name": "add"} <|python')],
 }
+MARKED_CASES: dict[str, list[Part]] = {
+    f"\n<think>\nOh <tool_call>{WEATHER}.\n</think>\n\n<tool_call>{WEATHER}</tool_call>": [
+        ("content", f"\n<think>\nOh <tool_call>{WEATHER}.\n</think>"),
+        *call("get_weather", PARIS),
+    ],
+    "<think>\nOh.\n</think>\n\nYes": [("content", "<think>\nOh.\n</think>\n\nYes")],
+    f"Yes\n<tool_call>{WEATHER}</tool_call>": [("content", "Yes"), *call("get_weather", PARIS)],
+    "<think> on </thin": [("content", "<think> on </thin")],
+    "\n<thin": [("content", "\n<thin")],
+}
+MARKED_LLAMA_CASES: dict[str, list[Part]] = {
+    f'{{"name": "add"}} </think>\n\n{LLAMA_WEATHER}': [
+        ("content", '{"name": "add"} </think>'),
+        *call("get_weather", PARIS),
+    ],
+    "<think>Oh.</think>Yes": [("content", "<think>Oh.</think>Yes")],
+    "</th": [("content", "</th")],
+    " ": [("content", " ")],
+}
 CASES = [
     *((HERMES, *case) for case in HERMES_CASES.items()),
     *((THINKING, *case) for case in THINKING_CASES.items()),
     *((LLAMA, *case) for case in LLAMA_CASES.items()),
+    *((MARKED, *case) for case in MARKED_CASES.items()),
+    *((MARKED_LLAMA, *case) for case in MARKED_LLAMA_CASES.items()),
 ]
 
 
@@ -174,7 +197,7 @@ def test_what_a_parser_has_given_depends_on_the_text_and_not_on_its_pieces() -> 
     cases: list[tuple[MessageFormat, str]] = [(form, text) for form, text, _ in CASES]
     cases += [
         (form, generator.choice(STARTS) + texts(generator))
-        for form in (HERMES, THINKING, LLAMA)
+        for form in (HERMES, THINKING, LLAMA, MARKED, MARKED_LLAMA)
         for _ in range(150)
     ]
     for form, text in cases:
@@ -194,7 +217,7 @@ def test_nothing_is_lost_where_no_call_is_complete() -> None:
     generator = random.Random(11)
     num_begun = 0
     for _ in range(300):
-        form = generator.choice([MessageFormat(tools="hermes"), LLAMA])
+        form = generator.choice([MessageFormat(tools="hermes"), LLAMA, MARKED, MARKED_LLAMA])
         text = generator.choice(STARTS) + texts(generator)
         parts = parse(form, text)
         if ("end", "") in parts:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Mount, Route
 
+from segue.integrations.ray.actors import RouterPlace
 from segue.integrations.ray.ingress import FleetIngress
+
+
+class Body:
+    """A client that sends as much as is read, and does not say how much that will be."""
+
+    def __init__(self, parts: AsyncIterator[bytes]) -> None:
+        self._parts = parts
+
+    async def __call__(self) -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(self._parts), "more_body": True}
+
 
 SECOND = threading.Event()  # lets the router send the second piece
 
@@ -55,7 +68,7 @@ class Known(FleetIngress):
 
     def __init__(self, url: str) -> None:
         super().__init__("x")
-        self._url = url
+        self._router = RouterPlace(url=url, max_body_mib=1)
 
 
 def test_requests_and_replies_are_passed_on_whole(router: str) -> None:
@@ -111,15 +124,40 @@ def test_requests_and_replies_are_passed_on_whole(router: str) -> None:
     asyncio.run(test())
 
 
-def test_a_router_that_is_away_is_a_503_and_is_asked_for_again() -> None:
+def code_of(path: str, error: dict[str, Any]) -> str:
+    """Returns the code of an error, which has the form of the route's API."""
+    if path == "/generate":
+        assert error["object"] == "error"
+        return str(error["error_code"])
+    assert error.get("type") == ("error" if path.startswith("/v1/messages") else None)
+    return str(error["error"]["code"])
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/messages"])
+def test_its_own_errors_have_the_form_of_the_route(path: str) -> None:
+    read = []
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            read.append(1 << 18)
+            yield b" " * (1 << 18)
+
     async def test() -> None:
         ingress = Known("http://127.0.0.1:1")
-        app = Starlette(routes=[Route("/{path:path}", ingress.__call__, methods=["POST"])])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
-            reply = await client.post("/generate", json={})
+        route = Route("/{path:path}", ingress.__call__, methods=["POST"])
+        transport = httpx.ASGITransport(Starlette(routes=[Mount("/llm", routes=[route])]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://serve/llm") as client:
+            too_large = await client.post(path, content=b" " * (1 << 20) + b" ")
+            assert (too_large.status_code, code_of(path, too_large.json())) == (413, "request_too_large")
+            response = await ingress(
+                Request({"type": "http", "method": "POST", "path": path, "headers": []}, Body(body()))
+            )
+            assert response.status_code == 413 and sum(read) == 5 << 18, "no more is read than says so"
+            assert ingress._router is not None
+            away = await client.post(path, json={})
         await ingress._session.close()
-        assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
-        assert reply.json()["error"]["code"] == "no_router"
-        assert ingress._url is None
+        assert (away.status_code, code_of(path, away.json())) == (503, "no_router")
+        assert away.headers["retry-after"] == "1"
+        assert ingress._router is None, "it is asked for again"
 
     asyncio.run(test())

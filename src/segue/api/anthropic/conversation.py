@@ -11,6 +11,7 @@ import msgspec
 from segue.api.anthropic.requests import (
     Block,
     CountTokensRequest,
+    OnlyTextBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -133,7 +134,7 @@ def _check_role(role: str, owner: str, kind: str, where: str) -> None:
         raise InvalidRequestError(text, param=where)
 
 
-def _parts(content: str | list[TextBlock]) -> list[TextPart]:
+def _parts(content: str | list[OnlyTextBlock]) -> list[TextPart]:
     if isinstance(content, str):
         return [TextPart("text", content)]
     return [TextPart("text", block.text) for block in content]

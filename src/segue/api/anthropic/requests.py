@@ -47,9 +47,21 @@ class _Block(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, gc=False, tag="text"):
-    """Text of a message, of the system prompt or of a tool's result."""
+    """Text of a message."""
 
     text: str
+    citations: _Nothing | None = None
+
+
+class OnlyTextBlock(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+    """Text of the system prompt or of a tool's result.
+
+    Blocks of other types cannot be there, so the type is a field: a tag could be left out.
+    """
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
     citations: _Nothing | None = None
 
 
@@ -76,7 +88,7 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, gc=False, tag="tool_res
     """What a tool has answered."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyTextBlock] | None = None
     is_error: bool | None = None
     toolset_name: None = None
 
@@ -154,7 +166,7 @@ class CountTokensRequest(RequestFields, frozen=True, kw_only=True, forbid_unknow
 
     messages: Annotated[list[InputMessage], NOT_EMPTY]
     model: str | None = None  # None: the served one
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyTextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: InputToolChoice | None = None
     thinking: Thinking | None = None

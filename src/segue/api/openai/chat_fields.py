@@ -284,7 +284,8 @@ def reply_form(
         is_guided: whether the client has given a grammar, which has no place for reasoning.
     """
     has_tools = bool(body.tools) and body.tool_choice != "none"
-    thinks = chat.thinks and body.separate_reasoning is not False and not is_guided
+    may_think = chat.thinks and not is_guided
+    thinks = may_think and body.separate_reasoning is not False
     if not (thinks or has_tools):
         return None
     return ReplyForm(
@@ -292,7 +293,8 @@ def reply_form(
             tools=chat.tools if has_tools else None,
             names=frozenset(tool.function.name for tool in body.tools or ()),
             thinks=thinks,
-            thinking=thinks and thinking,
+            shows_marks=may_think and not thinks,
+            thinking=may_think and thinking,
         ),
         has_reasoning=body.include_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False,

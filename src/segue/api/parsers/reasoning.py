@@ -91,3 +91,48 @@ class ThinkParser(SteppingParser):
         if certain:
             events.append(Reasoning(certain))
         return bool(mark)
+
+
+@dataclass(slots=True)
+class MarkedThinkParser(SteppingParser):
+    """The same block with its marks and the space around it, as `Reasoning`; then the answer."""
+
+    is_open: bool = False  # whether the prompt has begun the block
+    _state: Literal["start", "block", "content"] = "start"
+
+    def __post_init__(self) -> None:
+        if self.is_open:
+            self._state = "block"
+
+    def finish(self) -> list[Event]:
+        """Returns what the text ends with."""
+        held, self._held = self._held, ""
+        if not held:
+            return []
+        return [Reasoning(held) if self._state == "block" else Content(held)]
+
+    def _step(self, events: list[Event]) -> bool:
+        """Take the next part of the text that is held; returns whether there is more to do."""
+        match self._state:
+            case "start":
+                text = self._held.lstrip()
+                is_near = len(self._held) - len(text) <= MOST_SPACE
+                if is_near and num_held(text, OPEN) == len(text):
+                    return False
+                self._state = "block" if is_near and text.startswith(OPEN) else "content"
+                return True
+            case "block":
+                before, mark, behind = self._held.partition(CLOSE)
+                if mark:
+                    certain, self._state, self._held = before + mark, "content", behind
+                else:
+                    end = len(before) - num_held(before, CLOSE)
+                    certain, self._held = before[:end], before[end:]
+                if certain:
+                    events.append(Reasoning(certain))
+                return bool(mark)
+            case "content":
+                if self._held:
+                    events.append(Content(self._held))
+                    self._held = ""
+                return False

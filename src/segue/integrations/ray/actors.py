@@ -49,6 +49,14 @@ class ActorInfo:
     is_restarted: bool  # whether this is not the actor's first process
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPlace:
+    """Where the router is, and what it takes."""
+
+    url: str
+    max_body_mib: int  # of a request
+
+
 class TrainerActorError(SegueError):
     """A training server refused a call, or could not be reached."""
 
@@ -121,13 +129,17 @@ class RouterActor(_HostActor):
 
     def __init__(self, config: FleetConfig, keys: FleetKeys) -> None:
         """Start the router at `config.router.port` of this node."""
-        name = f"{config.name}-router"
+        name, self._max_body_mib = f"{config.name}-router", config.router.max_body_mib
 
         def make_spec() -> tuple[ChildSpec, str]:
             place = Place(address=node_address(), port=config.router.port, environ=os.environ)
             return router_spec(config.router, name, place, keys), place.url
 
         super().__init__(name, make_spec)
+
+    def place(self) -> RouterPlace:
+        """Return what whoever passes requests on has to know."""
+        return RouterPlace(url=self._url, max_body_mib=self._max_body_mib)
 
 
 class TrainerActor(_HostActor):

@@ -10,9 +10,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
+from segue.errors import RequestTooLargeError, SegueError
+from segue.integrations.ray.actors import RouterPlace
 from segue.integrations.ray.fleet import NAMESPACE, router_name
+from segue.server.raw_body import read_bytes
+from segue.server.responses import error_response
 
 # Of one connection, not of the message: each side has its own.
 HOP_BY_HOP = {
@@ -23,6 +27,10 @@ CONNECT_S = 5.0
 AWAY = "the fleet's router cannot be reached; it is started again if it has died, so try again"
 
 
+class RouterAwayError(SegueError, status=503, code="no_router"):
+    """The router of the fleet cannot be reached."""
+
+
 class FleetIngress:
     """One replica."""
 
@@ -30,10 +38,14 @@ class FleetIngress:
         """Take the name of a fleet that runs."""
         self._fleet = fleet
         self._session: Any = None
-        self._url: str | None = None  # of the router; None: to be asked for
+        self._router: RouterPlace | None = None  # None: to be asked for
 
     async def __call__(self, request: Request) -> Response:
-        """Return the router's reply, whatever it is; 503 if the router cannot be reached."""
+        """Return the router's reply, whatever it is.
+
+        Errors of this replica have the form of the route's API: 503 if the router cannot be reached, and 413
+        for a body that the router would not take, of which no more than its limit is read.
+        """
         import aiohttp
 
         if self._session is None:
@@ -41,35 +53,37 @@ class FleetIngress:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(timeout=limits, connector=connector, auto_decompress=False)
         try:
+            router = await self._find_router()
             reply = await self._session.request(
                 request.method,
-                f"{await self._router_url()}{own_path(request)}",
-                data=await request.body(),
+                f"{router.url}{own_path(request)}",
+                data=await read_bytes(request, router.max_body_mib),
                 headers=kept(request.headers.items()),
                 allow_redirects=False,
             )
+        except RequestTooLargeError as error:
+            return error_response(error, own_path(request))
         except (aiohttp.ClientConnectionError, TimeoutError, LookupError) as error:
-            self._url = None
-            content = {"error": {"message": f"{AWAY} ({error})", "type": "server_error", "code": "no_router"}}
-            return JSONResponse(content, 503, {"retry-after": "1"})
+            self._router = None
+            return error_response(RouterAwayError(f"{AWAY} ({error})"), own_path(request))
         headers = dict(kept(reply.headers.items()))
         return StreamingResponse(_pieces(reply), status_code=reply.status, headers=headers)
 
-    async def _router_url(self) -> str:
-        """Return the URL of the fleet's router.
+    async def _find_router(self) -> RouterPlace:
+        """Return where the fleet's router is.
 
         Raises:
             LookupError: there is no such fleet.
         """
-        if self._url is None:
+        if self._router is None:
             import ray
 
             try:
                 router = ray.get_actor(router_name(self._fleet), namespace=NAMESPACE)
-                self._url = str((await router.info.remote()).url)
+                self._router = await router.place.remote()
             except (ValueError, ray.exceptions.RayError) as error:
                 raise LookupError(f"no router of a fleet {self._fleet!r}: {error}") from error
-        return self._url
+        return self._router
 
 
 def ingress(fleet: str = "segue", *, replicas: int = 1, **options: Any) -> Any:

@@ -120,6 +120,8 @@ def test_the_reply_repeats_the_body_with_the_values_in_use(model: ServedModel) -
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "text", "schema": SCHEMA}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": False}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"temperature": 3}, "temperature"),
         ({"stream_options": {}}, "stream_options"),

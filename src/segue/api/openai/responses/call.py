@@ -173,12 +173,10 @@ def _format(body: ResponsesRequest) -> TextFormat:
     return TextFormat(type="text") if given is None else given
 
 
-def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+def _response_format(body: ResponsesRequest) -> ResponseFormat:
     """Return the format of the text, as a chat has it."""
     given = _format(body)
-    if given.type == "text":
-        return None
-    if given.type == "json_object":
+    if given.type != "json_schema" and given.schema is None:
         return ResponseFormat(type=given.type)
     schema = JSONSchemaFormat(
         name=given.name, description=given.description, schema=given.schema, strict=given.strict
