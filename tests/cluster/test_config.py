@@ -66,7 +66,7 @@ def test_what_the_cluster_chooses_itself_is_no_option() -> None:
     environ = {"SEGUE_ROLE": "prefill", "SEGUE_WORKER": "http://a:1", "SEGUE_DISAGGREGATION_MODE": "decode"}
     config = ClusterConfig.create(environ, workers=1)
     assert config.engine.role == "both" and config.router.worker is None
-    for name in ("role", "worker", "worker_api_key", "disaggregation_bootstrap_port", "register"):
+    for name in ("role", "worker", "worker_admin_key", "disaggregation_bootstrap_port", "register"):
         with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
             ClusterConfig.create({}, workers=1, **{name: "1"})
 
