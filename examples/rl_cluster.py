@@ -246,7 +246,9 @@ def figures(system: System) -> dict[str, Any]:
     }
     if kill is not None:
         at = kill.killed_at
-        over = [seconds for after, seconds in waits if after - seconds <= at < after]
+        served = at + kill.record_s
+        # What was under way when the engine died still comes behind the kill.
+        over = {wait for wait in waits if wait[0] > at and wait[0] - wait[1] < served}
         running = [each for each in clients.streams if each.tokens and each.began < at < each.tokens[-1][0]]
         found["kill"] = {
             "at": at - began,
@@ -256,8 +258,8 @@ def figures(system: System) -> dict[str, Any]:
             "streams without a token yet": sum(each.tokens[0][0] >= at for each in running),
             "engine had ended after": kill.dead_s,
             "successor served after": kill.record_s,
-            "longest wait over it": max(over),
-            "longest wait elsewhere": max(s for after, s in waits if not after - s <= at < after),
+            "longest wait over it": max(seconds for _, seconds in over),
+            "longest wait elsewhere": max(wait[1] for wait in waits if wait not in over),
         }
     return found
 
