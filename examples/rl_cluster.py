@@ -1,12 +1,12 @@
 """One system: a model is trained, and served by a prefill and a decode engine, of which one is killed.
 
-    python -m examples.rl_cluster [--seed 1] [--kill-engine-at 8]
+    python -m examples.rl_cluster [--seed 1] [--kill-engine-at 7]
 
 The model, the questions and the policy gradient are those of `examples.rl_loop`. This starts
 `segue cluster --prefill 1 --decode 1 --shadows 1`: a router, two engines, and behind each of them one that
 stands by. The trainer asks the router for its samples, each of which is a stream of its own, and sends the
 new weights to the engines that the router names; those that stand by follow through the memory service.
-Beside the trainer a chat goes on without an end, also while it trains, and while new weights arrive.
+Beside the trainer a chat goes on, a reply every few seconds, also while it trains and while weights arrive.
 
 In the middle of the rollout of one step all processes of the decode engine are killed by SIGKILL. The one
 that stands by goes on with the streams, behind the tokens that their clients have, and with the same weights.
@@ -54,7 +54,8 @@ from segue.http_client import open_url
 from segue.trainer import WeightSender
 from segue.trainer.endpoint import Endpoint
 
-CHAT_TOKENS = 64  # of each of its replies
+CHAT_TOKENS = 32  # of each of its replies
+READING_S = 3.0  # between two of them
 KILL_AFTER = 2  # tokens per sample, on the average, that have come when the engine is killed
 NUM_SPANS = 80  # of the chart, in each of which the chat's longest wait is a point
 MOVED = re.compile(r"^segue:router_(retries|resumes)_total ([0-9.]+)$", re.MULTILINE)
@@ -62,7 +63,8 @@ MOVED = re.compile(r"^segue:router_(retries|resumes)_total ([0-9.]+)$", re.MULTI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLoopSettings(LoopSettings):
-    kill_engine_at: int = 8
+    num_steps: int = 14
+    kill_engine_at: int = 7
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ class Clients:
 
     @contextmanager
     def chatting(self) -> Iterator[None]:
-        """Ask for one reply after the other while the block runs."""
+        """Ask for one reply after the other, as someone does who reads them, while the block runs."""
         is_over = threading.Event()
 
         def chat() -> None:
@@ -141,6 +143,7 @@ class Clients:
                 text = f"<|im_start|>user\nTell me story {number}.<|im_end|>\n<|im_start|>assistant\n"
                 self.chat.append(ClientStream())
                 self.chat[-1].read(self._url, {"text": text, "sampling_params": sampling})
+                is_over.wait(READING_S)
 
         thread = threading.Thread(target=chat)
         thread.start()
