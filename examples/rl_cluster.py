@@ -51,6 +51,7 @@ from examples.training_loop import (
 )
 from segue.cluster.pod_process import PodProcess, TakeoverTimes
 from segue.http_client import open_url
+from segue.launch.processes import usable_cores
 from segue.trainer import WeightSender
 from segue.trainer.endpoint import Endpoint
 
@@ -176,6 +177,7 @@ class System:
 
 def run(settings: ClusterLoopSettings) -> System:
     torch.manual_seed(settings.seed)
+    torch.set_num_threads(max(1, usable_cores() - 1))  # the chat's engine has the other core
     policy = Policy("cpu", settings)
     options = ["--prefill=1", "--decode=1", "--device=cpu", "--num-kv-tokens=16384", "--max-model-len=1024"]
     options += [f"--model={settings.model}"] if settings.model else []
