@@ -12,8 +12,8 @@ In the middle of the rollout of one step all processes of the decode engine are 
 that stands by goes on with the streams, behind the tokens that their clients have, and with the same weights.
 
 A run succeeds if no client sees an error, and the mean reward of the last five steps is at least MARGIN above
-that of the first five. At the end it draws the reward, the versions of the weights, and how long clients have
-waited for their tokens.
+that of the first five. At the end it draws the reward, the versions of the weights, and the gaps between
+the tokens that clients have got.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ from segue.trainer.endpoint import Endpoint
 CHAT_TOKENS = 32  # of each of its replies
 READING_S = 3.0  # between two of them
 KILL_AFTER = 2  # tokens per sample, on the average, that have come when the engine is killed
-NUM_SPANS = 80  # of the chart, in each of which the chat's longest wait is a point
+NUM_SPANS = 80  # of the chart, in each of which the chat's longest gap is a point
 MOVED = re.compile(r"^segue:router_(retries|resumes)_total ([0-9.]+)$", re.MULTILINE)
 
 
@@ -98,6 +98,11 @@ class ClientStream:
         """When tokens came, and the seconds since those before, or since the request."""
         times = [self.began, *(at for at, _ in self.tokens)]
         return [(after, after - before) for before, after in pairwise(times)]
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """Those of its waits that are between two tokens."""
+        return self.waits[1:]
 
     @property
     def versions(self) -> list[tuple[float, str]]:
@@ -242,7 +247,8 @@ def figures(system: System) -> dict[str, Any]:
         "replies of the chat": len(clients.chat),
         "tokens that came": sum(stream.tokens[-1][1] for stream in clients.streams if stream.tokens),
         "wait of the chat, median": statistics.median(s for stream in clients.chat for _, s in stream.waits),
-        "steps' longest waits of samples": [max(s for _, s in step_waits(step)) for step in clients.samples],
+        "steps' longest waits of samples": [longest(each.waits for each in step) for step in clients.samples],
+        "steps' longest gaps of samples": [longest(each.gaps for each in step) for step in clients.samples],
         "seconds of the loop": system.sent[-1][0] - began,
         "when all engines had the weights": [(at - began, version) for at, version in system.sent],
         "weights served at the end": system.served_version,
@@ -265,12 +271,13 @@ def figures(system: System) -> dict[str, Any]:
             "successor served after": kill.record_s,
             "longest wait over it": max(seconds for _, seconds in over),
             "longest wait elsewhere": max(wait[1] for wait in waits if wait not in over),
+            "longest gap elsewhere": longest(set(each.gaps) - over for each in clients.streams),
         }
     return found
 
 
-def step_waits(streams: Sequence[ClientStream]) -> list[tuple[float, float]]:
-    return [wait for stream in streams for wait in stream.waits]
+def longest(waits: Iterable[Iterable[tuple[float, float]]]) -> float:
+    return max((seconds for each in waits for _, seconds in each), default=0.0)
 
 
 def draw(output: Path, system: System) -> None:
@@ -290,21 +297,21 @@ def draw(output: Path, system: System) -> None:
         ],
     }
     span = (system.sent[-1][0] - began) / NUM_SPANS
-    longest: dict[int, float] = {}
-    for at, seconds in step_waits(clients.chat):
+    of_chat: dict[int, float] = {}
+    for at, seconds in chain(*(stream.gaps for stream in clients.chat)):
         index = int((at - began) / span)
-        longest[index] = max(seconds, longest.get(index, 0.0))
-    waits = {
-        "chat": [(span * (index + 0.5), seconds) for index, seconds in sorted(longest.items())],
+        of_chat[index] = max(seconds, of_chat.get(index, 0.0))
+    gaps = {
+        "chat": [(span * (index + 0.5), seconds) for index, seconds in sorted(of_chat.items())],
         "samples, longest of each step": [
-            (at, max(seconds for _, seconds in step_waits(step)))
+            (at, longest(stream.gaps for stream in step))
             for at, step in zip(rolled_out, clients.samples, strict=True)
         ],
     }
     panels = {
         "reward of each step, and its two halves": rewards,
         "version of the weights": versions,
-        "longest wait for a token, s": waits,
+        "longest gap between tokens, s": gaps,
     }
     marks = {} if system.kill is None else {"decode engine killed": system.kill.killed_at - began}
     charts(output.with_suffix(".svg"), panels, "seconds", marks)
