@@ -114,7 +114,7 @@ class ClientStream:
         ]
 
 
-class Clients:
+class RouterClients:
     """All clients of the router: those that draw samples for the trainer, and a chat."""
 
     def __init__(self, url: str) -> None:
@@ -169,7 +169,7 @@ class System:
     """What was seen of a whole run; times are those of `time.monotonic`."""
 
     began: float
-    clients: Clients
+    clients: RouterClients
     steps: list[TrainingStep] = field(default_factory=list)
     sent: list[tuple[float, str]] = field(
         default_factory=list
@@ -193,7 +193,7 @@ def run(settings: ClusterLoopSettings) -> System:
         console.print(
             f"router, two engines and two that stand by serve after {time.monotonic() - began:.1f} s"
         )
-        system = System(time.monotonic(), Clients(pod.url))
+        system = System(time.monotonic(), RouterClients(pod.url))
         # gloo, because the weights are on the CPU: one broadcast reaches both engines.
         with (
             WeightSender(
