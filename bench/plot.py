@@ -16,15 +16,26 @@ from pathlib import Path
 from typing import Any
 
 _COLOURS = ("#1b6ca8", "#c8553d", "#4c956c", "#8f5ea2")
+_MARK = "#222"
 _WIDTH, _HEIGHT, _MARGIN = 360, 240, 44
+_MOST_DOTS = 40  # of a curve, before they get small
 _RESULTS = Path(__file__).with_name("results")
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def charts(path: Path, panels: Mapping[str, Curves], x_label: str) -> Path:
-    """Write the panels side by side; each has a title and named curves of (x, y), and axes from zero."""
-    parts = [_panel(title, curves, x_label, i * _WIDTH) for i, (title, curves) in enumerate(panels.items())]
+def charts(
+    path: Path, panels: Mapping[str, Curves], x_label: str, marks: Mapping[str, float] | None = None
+) -> Path:
+    """Write the panels side by side; each has a title and named curves of (x, y), and axes from zero.
+
+    All have the same axis of x. ``marks``: upright lines in each panel, with their names and x.
+    """
+    last = max((x for curves in panels.values() for curve in curves.values() for x, _ in curve), default=0.0)
+    parts = [
+        _panel(title, curves, x_label, i * _WIDTH, last, marks or {})
+        for i, (title, curves) in enumerate(panels.items())
+    ]
     width = _WIDTH * len(parts)
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_HEIGHT}" '
@@ -34,10 +45,12 @@ def charts(path: Path, panels: Mapping[str, Curves], x_label: str) -> Path:
     return path
 
 
-def _panel(title: str, curves: Curves, x_label: str, left: int) -> str:
-    """Return the SVG of one panel of curves, `left` pixels from the picture's left edge."""
-    points = [point for curve in curves.values() for point in curve]
-    top_x, top_y = (max((p[axis] for p in points), default=1.0) * 1.1 or 1.0 for axis in (0, 1))
+def _panel(
+    title: str, curves: Curves, x_label: str, left: int, last: float, marks: Mapping[str, float]
+) -> str:
+    """Return the SVG of one panel of curves up to x = `last`, `left` pixels from the picture's left edge."""
+    highest = max((y for curve in curves.values() for _, y in curve), default=0.0)
+    top_x, top_y = last * 1.1 or 1.0, highest * 1.1 or 1.0
     wide, high = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -54,14 +67,21 @@ def _panel(title: str, curves: Curves, x_label: str, left: int) -> str:
     parts.append(
         f'<text x="{_MARGIN + wide / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>'
     )
+    for name, mark in marks.items():
+        x, _ = at(mark, 0.0)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_MARGIN}" y2="{_HEIGHT - _MARGIN}" stroke="{_MARK}" '
+            f'stroke-dasharray="4 3"/><text x="{x + 4:.1f}" y="{_HEIGHT - _MARGIN - 6}" fill="{_MARK}">'
+            f"{escape(name)}</text>"
+        )
     for i, (name, curve) in enumerate(curves.items()):
         colour = _COLOURS[i % len(_COLOURS)]
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in sorted(curve)))
         parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [
-            f'<circle cx="{place.partition(",")[0]}" cy="{place.partition(",")[2]}" r="3" fill="{colour}"/>'
-            for place in places.split()
-        ]
+        radius = 3 if len(curve) <= _MOST_DOTS else 1
+        for place in places.split():
+            left_of, _, above = place.partition(",")
+            parts.append(f'<circle cx="{left_of}" cy="{above}" r="{radius}" fill="{colour}"/>')
         parts.append(f'<text x="{_MARGIN + 6}" y="{32 + 14 * i}" fill="{colour}">{escape(name)}</text>')
     return f'<g transform="translate({left},0)">{"".join(parts)}</g>'
 

@@ -88,6 +88,14 @@ def test_the_workers_share_a_key_that_is_drawn_anew_and_on_no_command_line() -> 
         assert not {key, "users", "admins"} & {part for word in spec.command for part in word.split("=")}
 
 
+def test_who_calls_the_workers_directly_may_give_their_key() -> None:
+    found = children({"SEGUE_WORKER_API_KEY": "trainers"}, prefill=1, decode=1, shadows=1)
+    engines = [each.environment["SEGUE_API_KEY"] for name, each in found.items() if name[:2] in ("pr", "de")]
+    assert engines == ["trainers"] * 4
+    assert found["router"].environment["SEGUE_WORKER_API_KEY"] == "trainers"
+    assert "SEGUE_API_KEY" not in found["router"].environment
+
+
 def test_kv_is_handed_over_with_a_key() -> None:
     found = children(prefill=1, decode=1)
     key = found["prefill-0"].environment["SEGUE_PD_KEY"]

@@ -66,7 +66,7 @@ def test_what_the_cluster_chooses_itself_is_no_option() -> None:
     environ = {"SEGUE_ROLE": "prefill", "SEGUE_WORKER": "http://a:1", "SEGUE_DISAGGREGATION_MODE": "decode"}
     config = ClusterConfig.create(environ, workers=1)
     assert config.engine.role == "both" and config.router.worker is None
-    for name in ("role", "worker", "worker_api_key", "disaggregation_bootstrap_port", "register"):
+    for name in ("role", "worker", "worker_admin_key", "disaggregation_bootstrap_port", "register"):
         with pytest.raises(ConfigError, match=f"unknown option '{name}'"):
             ClusterConfig.create({}, workers=1, **{name: "1"})
 
@@ -74,11 +74,13 @@ def test_what_the_cluster_chooses_itself_is_no_option() -> None:
 def test_serve_with_shadows_gives_the_router_what_clients_notice() -> None:
     engine = EngineConfig(port=7, host="0.0.0.0", api_key="k", tp=2, model="m", drain_s=3.0, cors_origin="*")
     environ = {"SEGUE_RESUME_TIMEOUT_S": "9", "SEGUE_WORKER": "http://a:1", "SEGUE_PORT": "1"}
+    environ["SEGUE_WORKER_API_KEY"] = "trainers"
     config = ClusterConfig.with_shadows(engine, 2, environ)
     router = config.router
     assert (config.size.workers, config.size.shadows, config.size.num_engines) == (1, 2, 3)
     assert (router.port, router.host, router.api_key, router.cors_origin) == (7, "0.0.0.0", "k", "*")
     assert (router.resume_timeout_s, router.worker, router.drain_s) == (9.0, None, 3.0)
+    assert router.worker_api_key == "trainers"
     assert (config.engine.model, config.engine.tp, config.engine.drain_s) == ("m", 2, 3.0)
     assert (config.engine.host, config.engine.api_key, config.engine.cors_origin) == ("127.0.0.1", None, None)
 

@@ -26,8 +26,8 @@ def run(*command: str, timeout: float) -> str:
     return result.stdout
 
 
-def rl_loop(output: Path, *options: str, timeout: float) -> dict[str, Any]:
-    run("-m", "examples.rl_loop", "--output", str(output), *options, timeout=timeout)
+def rl_loop(output: Path, *options: str, timeout: float, module: str = "examples.rl_loop") -> dict[str, Any]:
+    run("-m", module, "--output", str(output), *options, timeout=timeout)
     ElementTree.parse(output.with_suffix(".svg"))
     record: dict[str, Any] = json.loads(output.with_suffix(".json").read_text())
     steps = record["steps"]
@@ -60,10 +60,29 @@ def test_the_rl_loop_goes_on_while_its_engine_is_killed(tmp_path: Path, moment: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_client_of_one_system_sees_that_its_decode_engine_is_killed(tmp_path: Path) -> None:
+    model = tiny.save(tiny.make("llama-tied"), tmp_path / "model")
+    write_tokenizer(model)
+    options = [f"--model={model}", "--kill-engine-at=1", "--num-steps=3", "--num-prompts=2", "--group-size=4"]
+    options += ["--max-tokens=100", "--learning-rate=1e-3"]
+    record = rl_loop(tmp_path / "rl", *options, timeout=250, module="examples.rl_cluster")
+    assert (record["client errors"], record["samples"]) == ([], 3 * 8)
+    assert record["weights of the memory service"] == {"prefill-0": "3", "decode-0": "3"}
+    assert record["weights served at the end"] == "3"
+    # Tokens behind the kill are of the weights that the trainer sent last, not of those of the checkpoint.
+    assert all(step["logprob_gap"] < 0.1 for step in record["steps"])
+    kill = record["kill"]
+    assert {kill["victim"], kill["successor"]} == {"decode-0-a", "decode-0-b"}
+    assert kill["streams that it cut"] > 0 and record["requests sent elsewhere"]["resumes"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_reward_rises(seed: int, tmp_path: Path) -> None:
-    record = rl_loop(tmp_path / "rl", "--seed", str(seed), timeout=1400)
+@pytest.mark.parametrize("module", ["examples.rl_loop", "examples.rl_cluster"])
+def test_the_reward_rises(module: str, seed: int, tmp_path: Path) -> None:
+    record = rl_loop(tmp_path / "rl", "--seed", str(seed), timeout=1400, module=module)
     assert record["reward of the last steps"] >= record["reward of the first steps"] + record["margin"]
 
 

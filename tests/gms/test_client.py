@@ -280,6 +280,25 @@ def test_an_update_makes_a_generation_beside_the_current_one(directory: Path) ->
         assert refusal(lambda: active.commit(older.lease)).code == "lease"
 
 
+def test_an_update_is_no_news_for_another_cohort_that_reads_the_same_weights(directory: Path) -> None:
+    with (
+        target(directory, cohort="one") as active,
+        target(directory, cohort="one") as shadow,
+        target(directory, cohort="two") as other,
+    ):
+        first = load(active, model="two cohorts")
+        assert [each.ask(manifest(model="two cohorts")).generation for each in (shadow, other)] == [first] * 2
+        grant = active.ask(manifest(model="two cohorts"), "rw", update_epoch=0)
+        os.close(active.allocate(grant.lease, [SLAB])[0])
+        active.seal(grant.lease, manifest(model="two cohorts", digests=(1,)))
+        second = active.commit(grant.lease)
+        assert [each.note("x") for each in (shadow, other)] == [None] * 2  # so that notices are read
+        assert [notice.generation for notice in shadow.notices] == [second]  # type: ignore[union-attr]
+        assert not other.notices
+        # So it can update the weights that it reads, and its cohort's alone.
+        assert other.ask(manifest(model="two cohorts"), "rw", update_epoch=0).parent == first
+
+
 def test_a_note_that_sessions_keep_ends_with_the_last_of_them(directory: Path) -> None:
     with target(directory, cohort="kept") as watch:
         with target(directory, cohort="kept") as second:

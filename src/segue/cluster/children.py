@@ -71,13 +71,14 @@ def make_children(
     With shadows, each worker is a cohort: several engines with equal options, of which one serves. Before
     them come the memory service and its holder, unless the user has one, or wants none.
 
-    Each call draws new keys: one that the router needs for the workers, and, unless the user has set it, one
+    Each call draws new keys, unless the user has set them: one that the router needs for the workers, and one
     for handing KV over.
 
     Raises:
         DeviceCountError: there are fewer GPUs than the workers need.
     """
-    key, pd_key = secrets.token_urlsafe(32), config.engine.pd_key or secrets.token_urlsafe(32)
+    key = config.router.worker_api_key or secrets.token_urlsafe(32)
+    pd_key = config.engine.pd_key or secrets.token_urlsafe(32)
     base = without_options(host.environ)
     base |= import_path(base) | {"PYTHONUNBUFFERED": "1"}
     workers = _workers(config)

@@ -69,15 +69,15 @@ class ClusterSize(Options):
 # `_ALIKE` every process gets the same value.
 _ALIKE = {"max_body_mib", "drain_s", "log_level", "log_format", "otlp_traces_endpoint"}
 _ROUTER = {each.name for each in fields(RouterConfig) if each.metadata["group"] != "Workers"}
-# Of the router: the workers and where to look for them, and of a worker: the cluster chooses them. Nobody but
-# the cluster's own router has the workers' key.
+# Of the router: the workers and where to look for them, and of a worker: the cluster chooses them. It draws
+# the workers' key too, unless it is given because somebody calls them directly, as a trainer does.
 _CHOSEN = {
     *("role", "disaggregation_bootstrap_port", "register", "register_key", "register_url"),
     *("shadow_mode", "failover_dir", "cohort", "engine_id", "wake", "system_host", "system_port"),
     *("num_shadows",),
     *("discovery", "discovery_target", "discovery_ttl_s"),
 }
-_ROUTER -= _CHOSEN
+_ROUTER = (_ROUTER - _CHOSEN) | {"worker_api_key"}
 _ENGINE = {each.name for each in fields(EngineConfig)} - (_ROUTER - _ALIKE) - _CHOSEN
 
 

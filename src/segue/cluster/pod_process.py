@@ -1,4 +1,4 @@
-"""Starts ``segue serve --shadows`` as a process, kills its engines, and tells what a takeover took."""
+"""Starts engines that stand by for each other as a process, kills one, and tells what a takeover took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +58,8 @@ class TakeoverTimes:
 class PodProcess:
     """One running pod: a router, and engines of which one serves. It ends with the ``with`` block.
 
-    It is killed if the thread that has started it ends without having left the block.
+    It is killed if the thread that has started it ends without having left the block. A cluster has several
+    workers; then `cohort` is the one that the methods are about.
     """
 
     def __init__(
@@ -66,25 +67,33 @@ class PodProcess:
         options: Sequence[str] = (),
         *,
         shadows: int = 1,
+        command: Literal["serve", "cluster"] = "serve",
+        cohort: str = COHORT,
+        variables: Mapping[str, str] | None = None,
         on_progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start it, and wait until it serves.
 
         Args:
-            options: further ones of ``segue serve``.
-            shadows: how many engines stand by.
+            options: further ones of the command.
+            shadows: how many engines stand by, behind each worker.
+            command: of ``segue``.
+            cohort: the worker whose engines the methods are about.
+            variables: of the environment, in which no other variable of Segue is.
             on_progress: called by a thread with each line about the start of a process.
 
         Raises:
             ChildStartError: it has ended, or does not serve in time; the message has the end of its log.
         """
+        self.cohort = cohort
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self._on_progress = on_progress
         self._directory = tempfile.TemporaryDirectory(prefix="sg-")
         environment = {name: text for name, text in os.environ.items() if not name.startswith("SEGUE_")}
         environment |= import_path(environment) | {"TMPDIR": self._directory.name, "NO_COLOR": "1"}
+        environment |= variables or {}
         self.process = subprocess.Popen(
-            [*SEGUE, "serve", f"--shadows={shadows}", "--port=0", *options],
+            [*SEGUE, command, f"--shadows={shadows}", "--port=0", *options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -100,7 +109,7 @@ class PodProcess:
         if not self._has_started.wait(START_S) or not self._url:
             lines = "\n".join(list(self.log)[-12:])
             self.close()
-            raise ChildStartError(f"segue serve --shadows {shadows} did not start:\n{lines}")
+            raise ChildStartError(f"segue {command} --shadows {shadows} did not start:\n{lines}")
 
     def __enter__(self) -> Self:
         return self
@@ -133,11 +142,12 @@ class PodProcess:
     def serving(self) -> EngineRecord | None:
         """Return the record of the engine that serves; None: none does at the moment."""
         records = asyncio.run(FileDiscovery(self.failover_dir).list())
-        return max(records, key=lambda record: record.epoch, default=None)
+        own = (record for record in records if record.cohort == self.cohort)
+        return max(own, key=lambda record: record.epoch, default=None)
 
     def pid(self) -> int:
         """Return the process id of the engine that has the lock."""
-        note = CohortLock(self.failover_dir, COHORT).note()
+        note = CohortLock(self.failover_dir, self.cohort).note()
         assert note is not None, "no engine has ever served"
         return note.pid
 
@@ -200,7 +210,7 @@ class PodProcess:
             ChildStartError: they do not in time.
         """
         deadline = time.monotonic() + timeout_s
-        while (found := count_standbys(self.failover_dir, COHORT)) < count:
+        while (found := count_standbys(self.failover_dir, self.cohort)) < count:
             if time.monotonic() >= deadline:
                 raise ChildStartError(f"{found} of {count} engines stand by after {timeout_s:g} s")
             time.sleep(10 * POLL_S)

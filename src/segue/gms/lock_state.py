@@ -235,7 +235,8 @@ class CommitEffect:
 
     cohort: str
     generation: int
-    readers: tuple[int, ...]  # those that have the generation before, or this one if it was renamed
+    # Those that have the generation before, of whatever cohort, or this one if it was renamed.
+    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,7 +319,7 @@ class MemoryService:
                     weight_version=found.version,
                     model_path=found.model_path,
                 )
-                self._notify(effect.readers, notice)
+                self._notify(self._of_cohorts(effect.readers, effect.generation), notice)
             case DropEffect():
                 num_bytes = self.store.drop(effect.generation, effect.slabs)
                 text = f"generation {effect.generation} ({effect.reason}), {num_bytes} bytes"
@@ -333,6 +333,15 @@ class MemoryService:
                 self.note_event("released", f"{num_bytes} bytes that an ended process might have written to")
             case _:
                 raise AssertionError(effect)
+
+    def _of_cohorts(self, readers: Sequence[int], generation: int) -> list[int]:
+        """Return the readers in whose cohort a generation is the current one.
+
+        Cohorts read one generation together if it was loaded from files, and each of them updates it alone.
+        """
+        cohorts = {name for name, each in self.state.cohorts.items() if each.current == generation}
+        found = ((number, self.sessions.get(number)) for number in readers)
+        return [number for number, each in found if each is not None and each.hello.cohort in cohorts]
 
     def _notify(self, sessions: Sequence[int], notice: wire.Reply) -> None:
         for number in sessions:

@@ -68,7 +68,10 @@ class RouterConfig(Options):
         check=parse_places,
     )
     worker_api_key: str | None = _workers(
-        None, "API key of the engines. Clients' own keys are never sent to them.", check=check_key
+        None,
+        "API key of the engines. Clients' own keys are never sent to them. A cluster draws one, unless it is "
+        "given for a trainer, which sends weights to each engine.",
+        check=check_key,
     )
     worker_admin_key: str | None = _workers(
         None,
