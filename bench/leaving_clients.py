@@ -21,7 +21,7 @@ from tests.support.streams import ReplyInParts
 
 REPLY_S = 180.0  # in which a reply has to be complete, its wait in the queue included
 HALF_OPEN_S = 60.0  # in which a server has to close a connection whose client will send nothing more
-MOST_SILENT_S = 8.0  # for which a client that never reads stays
+MOST_SILENT_S = 15.0  # for which a client that never reads stays
 DONE = b"data: [DONE]\n\n"
 Leave = Literal["closes", "resets", "half-closes", "in its request", "before its reply", "never reads"]
 LEAVES: tuple[Leave, ...] = get_args(Leave)
