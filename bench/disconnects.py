@@ -118,6 +118,11 @@ class Crowd:
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
+    @property
+    def num_streams(self) -> int:
+        """How many have begun."""
+        return sum(self.counts[name] for name in ("read to the end", *LEAVES))
+
     async def run(self, streams: int, seed: int) -> None:
         """Keep so many streams going."""
         await asyncio.gather(*(self._one_place(random.Random(f"{seed} {place}")) for place in range(streams)))
@@ -232,10 +237,10 @@ def soaked_server(options: Sequence[str]) -> Iterator[SoakedServer]:
             yield SoakedServer(url=url, pid=process.pid, log=log, http=http)
 
 
-async def record(address: Address, seed: int) -> list[tuple[StreamRequest, Any]]:
-    """Return requests with the replies that they get alone."""
+async def record(address: Address, count: int, seed: int) -> list[tuple[StreamRequest, Any]]:
+    """Return so many requests with the replies that they get alone."""
     rng, found = random.Random(f"{seed} recorded"), []
-    for _ in range(NUM_RECORDED):
+    for _ in range(count):
         request = draw_request(rng, rng.randint(8, 64))
         found.append((request, await stay(address, request)))
     return found
@@ -250,7 +255,7 @@ async def watch(server: SoakedServer, crowd: Crowd, began: float) -> list[Server
         looks.append(look)
         crowd.faults += [f"after {look.at_s:g} s: {problem}" for problem in problems]
         if len(looks) % 15 == 0:
-            print(f"{look}, {crowd.counts.total()} streams, {len(crowd.faults)} faults", flush=True)
+            print(f"{look}, {crowd.num_streams} streams, {len(crowd.faults)} faults", flush=True)
         await asyncio.sleep(pause_s)
     return looks
 
@@ -288,14 +293,19 @@ def judged(
     return missed
 
 
-def soak(options: Sequence[str], *, minutes: float, streams: int, seed: int = 0) -> dict[str, Any]:
-    """Run it; returns the figures, with what misses a bar under ``missed``."""
+def soak(
+    options: Sequence[str], *, minutes: float, streams: int, recorded: int = NUM_RECORDED, seed: int = 0
+) -> dict[str, Any]:
+    """Run it; returns the figures, with what misses a bar under ``missed``.
+
+    ``recorded``: how many requests are first answered alone.
+    """
 
     async def run(server: SoakedServer) -> tuple[Crowd, list[ServerLook]]:
-        recorded = await record(server.address, seed)
-        print(f"{len(recorded)} requests were answered alone", flush=True)
+        alone = await record(server.address, recorded, seed)
+        print(f"{len(alone)} requests were answered alone", flush=True)
         began = time.monotonic()
-        crowd = Crowd(server.address, recorded, began + 60 * minutes)
+        crowd = Crowd(server.address, alone, began + 60 * minutes)
         looks, _ = await asyncio.gather(watch(server, crowd, began), crowd.run(streams, seed))
         return crowd, looks
 
