@@ -36,10 +36,11 @@ NUM_PROMPTS, NUM_SCHEMAS, CHOICES = 100, 36, 4
 BATCH = 16  # requests at a time
 MAX_TOKENS = 2048  # of a reply
 END_S = 1800.0
-# As chats of the bundled model are written, and with tools as Hermes and Qwen have them.
+# As chats of the bundled model are written, with calls as Hermes and Qwen have them. It leaves the parameters
+# to the grammar, so that prompts are short.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nThese functions can be called:\n"
-    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}"
+    "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}"
     'Write a call as\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n{% endif %}'
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
