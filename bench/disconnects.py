@@ -99,7 +99,7 @@ def draw_request(rng: random.Random, tokens: int, *, ends: bool = True) -> Strea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLook:
+class SoakLook:
     """What a server holds at one moment of the run."""
 
     at_s: float  # since the beginning
@@ -209,10 +209,10 @@ class SoakedServer:
         """Return how many files and sockets its processes have open."""
         return sum(num_descriptors(pid) for pid in self.pids)
 
-    def look(self, began: float) -> tuple[ServerLook, list[str]]:
+    def look(self, began: float) -> tuple[SoakLook, list[str]]:
         """Return what it holds, and the broken invariants."""
         state = self.state()
-        look = ServerLook(
+        look = SoakLook(
             at_s=round(time.monotonic() - began, 1),
             rss_mib=self.rss_mib(),
             running=state["running_batch_size"],
@@ -246,9 +246,9 @@ async def record(address: Address, count: int, seed: int) -> list[tuple[StreamRe
     return found
 
 
-async def watch(server: SoakedServer, crowd: Crowd, began: float) -> list[ServerLook]:
+async def watch(server: SoakedServer, crowd: Crowd, began: float) -> list[SoakLook]:
     """Look at the server until no further stream begins."""
-    looks: list[ServerLook] = []
+    looks: list[SoakLook] = []
     pause_s = min(EVERY_S, (crowd.until - began) / 30)
     while time.monotonic() < crowd.until:
         look, problems = await asyncio.to_thread(server.look, began)
@@ -260,7 +260,7 @@ async def watch(server: SoakedServer, crowd: Crowd, began: float) -> list[Server
     return looks
 
 
-def growth(looks: Sequence[ServerLook]) -> tuple[list[float], list[float]]:
+def growth(looks: Sequence[SoakLook]) -> tuple[list[float], list[float]]:
     """Return the resident memory behind the warm-up and at the end, in MiB: medians of each process."""
     end = looks[-1].at_s
     warm, window = min(WARM_S, end / 3), min(WINDOW_S, end / 6)
@@ -301,7 +301,7 @@ def soak(
     ``recorded``: how many requests are first answered alone.
     """
 
-    async def run(server: SoakedServer) -> tuple[Crowd, list[ServerLook]]:
+    async def run(server: SoakedServer) -> tuple[Crowd, list[SoakLook]]:
         alone = await record(server.address, recorded, seed)
         print(f"{len(alone)} requests were answered alone", flush=True)
         began = time.monotonic()

@@ -140,11 +140,11 @@ class RawStream:
 
     async def read_events(self, count: int) -> int:
         """Read until so many events have begun, or the connection ends; returns how many have."""
-        found, tail = 0, b""
+        found, rest = 0, b""
         while found < count and (part := await self.read()):
-            data = tail + part
+            data = rest + part
             found += data.count(b"data: {")
-            tail = data[-6:]  # shorter than the mark, so that none counts twice
+            rest = data[-6:]  # shorter than the mark, so that none counts twice
         return found
 
 

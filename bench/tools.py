@@ -34,7 +34,7 @@ from bench.guided import is_valid, random_schema
 
 NUM_PROMPTS, NUM_SCHEMAS, CHOICES = 100, 36, 4
 BATCH = 16  # requests at a time
-MAX_TOKENS = 2048  # of a reply
+MAX_TOKENS = 4096  # of a reply
 END_S = 1800.0
 # As chats of the bundled model are written, with calls as Hermes and Qwen have them. It leaves the parameters
 # to the grammar, so that prompts are short.
@@ -47,7 +47,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ACTIONS = (
-    *("look_up", "book", "cancel", "order", "describe", "list", "move", "rename", "measure", "translate"),
+    *("find", "book", "cancel", "order", "describe", "list", "move", "rename", "measure", "translate"),
     *("send", "archive"),
 )
 THINGS = ("weather", "train", "parcel", "table", "invoice", "garden", "letter", "river", "museum", "song")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.disconnects import ServerLook, draw_request, growth, judged
+from bench.disconnects import SoakLook, draw_request, growth, judged
 from bench.leaving_clients import DONE, BrokenReplyError, StreamRequest, content_of, dechunked
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -71,9 +71,9 @@ def test_chunks_are_joined() -> None:
     assert dechunked(chunked(b"a" * 300, b"\r\n0\r\n")) == b"a" * 300 + b"\r\n0\r\n"
 
 
-def looks(rise: float) -> list[ServerLook]:
+def looks(rise: float) -> list[SoakLook]:
     return [
-        ServerLook(at_s=float(at), rss_mib=[100.0, 300.0 + rise * at / 600], running=0, waiting=0)
+        SoakLook(at_s=float(at), rss_mib=[100.0, 300.0 + rise * at / 600], running=0, waiting=0)
         for at in range(0, 601, 5)
     ]
 
