@@ -113,6 +113,7 @@ bench: model ## the CPU benchmarks; results go to bench/results
 	$(BIN)/python -m bench.host_cost
 	$(BIN)/python -m bench.host_per_token
 	$(BIN)/python -m bench.guided
+	$(BIN)/python -m bench.tools
 
 screenshot: model ## the README's picture of the web page, docs/images/page.png; needs Chromium
 	$(BIN)/python -m scripts.screenshot

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from bench.disconnects import soak
+from bench.tools import is_perfect, measure, write_template
 from tests.conftest import WaitUntil, is_within
 from tests.e2e.served import MODEL, Served, serve
 from tests.support.tiny_model import write_model
@@ -31,8 +33,10 @@ ENDLESS = {
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
-    with serve("--dtype", "float32", "--chunked-prefill-size", "256") as served:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = write_template(tmp_path_factory.mktemp("template"))
+    options = ("--dtype", "float32", "--chunked-prefill-size", "256", "--chat-template", str(template))
+    with serve(*options) as served:
         yield served
 
 
@@ -157,6 +161,18 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(served: Served) -> None:
     assert is_within(3.0, ask)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_forced_calls_and_choices_by_a_schema_are_valid(served: Served) -> None:
+    figures = measure(served.url, num_prompts=8, num_schemas=4)
+    assert {kind: each["replies"] for kind, each in figures.items()} == {
+        "required": 4,
+        "named": 4,
+        "n = 4": 4,
+    }
+    assert is_perfect(figures), figures
+
+
 def test_metrics_count_generated_tokens(served: Served) -> None:
     served.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=4)
     lines = served.get("/metrics").text.splitlines()
@@ -237,6 +253,14 @@ def test_ctrl_c_ends_the_server_and_its_workers_cleanly(small: list[str]) -> Non
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(60) == 0
         assert not any(alive(pid) for pid in workers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_half_of_200_streams_may_disconnect() -> None:
+    figures = soak([], minutes=0.1, streams=200, recorded=16)
+    assert figures["num_faults"] == 0 and not any(figures["held"].values()), figures["missed"]
+    assert figures["counts"]["complete and correct"] > 20
 
 
 def test_a_tp_size_that_does_not_divide_the_heads_is_a_clear_error() -> None:

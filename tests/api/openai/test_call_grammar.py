@@ -56,6 +56,8 @@ def accepts(text: str, form: ToolFormat, **how: bool) -> bool:
         (ADD, "hermes", {}, True),
         (f"{WEATHER}\n{ADD}", "hermes", {}, False),
         (f"{WEATHER}\n{ADD}", "hermes", {"several": True}, True),
+        ("\n".join([ADD] * 16), "hermes", {"several": True}, True),
+        ("\n".join([ADD] * 17), "hermes", {"several": True}, False),
         (WEATHER.replace("Köln", "Paris"), "hermes", {}, False),
         (WEATHER.replace('{"city": "Köln"}', "{}"), "hermes", {}, False),
         (ADD.replace('{"x": [1]}', "[1]"), "hermes", {}, False),

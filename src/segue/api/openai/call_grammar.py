@@ -19,6 +19,8 @@ from segue.messages.guided import GrammarSpec
 if TYPE_CHECKING:
     from segue.api.openai.requests import ChatCompletionRequest
 
+# Of one reply: a model that repeats itself would otherwise call until its tokens run out.
+MAX_CALLS = 16
 _BEFORE: dict[ToolFormat, str] = {"hermes": f"{hermes.OPEN}\n", "llama3-json": ""}
 _BEHIND: dict[ToolFormat, str] = {"hermes": f"\n{hermes.CLOSE}", "llama3-json": ""}
 _ARGUMENTS: dict[ToolFormat, str] = {"hermes": "arguments", "llama3-json": "parameters"}
@@ -65,11 +67,11 @@ def call_grammar(
     Args:
         tools: those that may be called, at least one.
         form: how the model writes calls.
-        several: whether further calls may follow.
+        several: whether further calls may follow, ``MAX_CALLS`` in all.
         thinks: whether reasoning may come before.
         thinking: whether the prompt has begun the reasoning.
     """
-    calls = f"call ({_text(_BETWEEN[form])} call)*" if several else "call"
+    calls = f"call ({_text(_BETWEEN[form])} call){{0,{MAX_CALLS - 1}}}" if several else "call"
     before = f"{'rest' if thinking else 'think?'} " if thinks else ""
     rules = [f"start: {before}{calls}"]
     if thinks:
