@@ -194,6 +194,7 @@ def memory_processes(pod: PodProcess) -> dict[str, int]:
     return found
 
 
+@pytest.mark.alone
 def test_the_next_token_comes_within_a_third_of_a_second(pod: PodProcess, wait_until: WaitUntil) -> None:
     found = []
     for _ in range(ATTEMPTS):  # another process may take the cores at such a moment
