@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
 DOCS_STAMP := $(VENV)/.stamp-docs
+BYTECODE_STAMP := $(VENV)/.stamp-bytecode
 CLIENTS := .clients
 
 named_tp = $(if $(filter-out 1,$(TP)),_tp$(TP))
@@ -62,8 +63,11 @@ imports: $(INSTALL_STAMP)
 	$(BIN)/lint-imports --no-logo
 
 # Each process of `together` imports all tests; compiled once, that takes it 10 s instead of 20.
-bytecode: $(INSTALL_STAMP)
+bytecode: $(BYTECODE_STAMP)
+
+$(BYTECODE_STAMP): $(INSTALL_STAMP) $(shell find src tests bench -name '*.py' 2>/dev/null)
 	@$(BIN)/python -m pytest -qq --collect-only >/dev/null || true # the tests themselves tell of an error
+	@touch $@
 
 pytest: together
 	@$(MAKE) --no-print-directory alone
@@ -73,7 +77,7 @@ pytest: together
 together: model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
 
-# What measures times. Only its files are given to pytest, which takes 10 s to collect all tests.
+# What measures times that load would spoil. Only its files are given to pytest, which takes 10 s to collect all tests.
 alone: model
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" tests)
 

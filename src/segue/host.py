@@ -23,6 +23,12 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
+def collect_from_now_on() -> None:
+    """Let garbage be collected, if it was not during imports, but never look at what they have made."""
+    gc.freeze()
+    gc.enable()
+
+
 def keep_freed_memory() -> None:
     """Let malloc keep freed memory instead of returning it to the kernel; does nothing without glibc.
 

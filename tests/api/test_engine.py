@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from segue.errors import (
     OutOfMemoryError,
     UnsupportedFieldError,
 )
+from tests.conftest import least_measured
 from tests.launch.test_processes import is_alive
 from tests.support.child import start_child
 from tests.support.fake_engine import FAKE_WORKER, FakeEngine, assert_nothing_left
@@ -418,11 +420,15 @@ def test_a_stream_keeps_its_engine_alive(tiny_model: Path) -> None:
     assert list(stream)[-1]["text"] == "abcabc"
 
 
-@pytest.mark.alone
 def test_a_workers_death_ends_requests_within_a_second(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.05")
+    assert least_measured(1.0, partial(seconds_of_a_death, tiny_model)) < 1.0
+
+
+def seconds_of_a_death(tiny_model: Path) -> float:
+    """The time from a worker's death until its request ends with an error."""
     with start(tiny_model) as engine:
         stream = engine.generate("abc", LONG, stream=True)
         next(stream)
@@ -430,9 +436,10 @@ def test_a_workers_death_ends_requests_within_a_second(
         os.kill(engine._runtime.worker_pids[0], signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             list(stream)
-        assert time.monotonic() - began < 1.0
+        seconds = time.monotonic() - began
         with pytest.raises(EngineDeadError):
             engine.generate("abc")
+        return seconds
 
 
 def test_the_death_of_any_rank_is_the_engines(tiny_model: Path) -> None:
@@ -532,15 +539,20 @@ def test_a_fork_cannot_use_the_engine_and_leaves_it_alone(tiny_model: Path) -> N
     assert text == "de"
 
 
-@pytest.mark.alone
 def test_killing_the_parent_ends_its_worker_within_a_second(tiny_model: Path, wait_until: Any) -> None:
+    assert least_measured(1.0, partial(seconds_without_a_parent, tiny_model, wait_until)) < 1.0
+
+
+def seconds_without_a_parent(tiny_model: Path, wait_until: Any) -> float:
     with script(tiny_model, "time.sleep(60)") as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline().split()[0])
         assert process.stdout.readline().startswith("abc")
         assert is_alive(pid)
+        began = time.monotonic()
         process.kill()
-        wait_until(lambda: not is_alive(pid), 1.0)
+        wait_until(lambda: not is_alive(pid))
+        return time.monotonic() - began
 
 
 def test_ctrl_c_in_a_script_ends_the_call_and_the_worker(tiny_model: Path, wait_until: Any) -> None:

@@ -21,7 +21,6 @@ from tests.attack.watch import HealthProbe, Watch
 USAGE = Usage(resident=500 * MIB, files=40, threads=16)
 
 
-@pytest.mark.alone
 def test_the_attack_finds_nothing_wrong_with_this_server(capsys: pytest.CaptureFixture[str]) -> None:
     # The other groups have tests of their own, with bounds that cannot hold while other tests run.
     groups = ["--group", "mutations", "--group", "storms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -9,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from segue.cli.flags import join_lists, with_options
+from segue.cli.flags import join_lists, with_named_flags, with_options
+from segue.cli.serving import serve
 from segue.config import EngineConfig
 from segue.options import OptionAlias, Options, option
 from segue.router.config import RouterConfig
@@ -51,6 +53,9 @@ def test_a_command_takes_the_options_of_its_class(
 
     code = CliRunner().invoke(app, flags).exit_code
     assert calls == ([] if expected is None else [expected]) and code == (2 if expected is None else 0)
+    few = typer.Typer()
+    few.command()(with_named_flags(go, flags))
+    assert CliRunner().invoke(few, flags).exit_code == code and len(calls) in (0, 2) and len(set(calls)) < 2
     assert ("SEGUE_SIZE" in CliRunner().invoke(app, ["--help"]).output) == (not without)
 
 
@@ -127,3 +132,20 @@ def test_an_alias_is_a_flag_too() -> None:
     assert CliRunner().invoke(app, ["--old-part", "all"]).exit_code == 2
     shown = " ".join(CliRunner().invoke(app, ["--help"]).output.replace("│", " ").split())
     assert "Another name of --part; 'none': 'all'." in shown and "SEGUE_OLD_PART" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], {"shadows", "config_file"}),
+        (["--tp", "2", "--model=m"], {"shadows", "config_file", "tp", "model"}),
+        (["--config", "f.toml", "--shadows", "1"], {"shadows", "config_file"}),
+    ],
+)
+def test_a_server_gets_a_parser_for_the_flags_that_are_given(words: list[str], kept: set[str]) -> None:
+    assert inspect.signature(with_named_flags(serve, words)).parameters.keys() == kept
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "--mdel=m", "--config-file", "-1"])
+def test_a_word_that_may_be_another_flag_needs_the_parsers_of_all(word: str) -> None:
+    assert with_named_flags(serve, ["--tp", "2", word]) is serve

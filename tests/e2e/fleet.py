@@ -19,6 +19,7 @@ import httpx
 from segue.listener import bind
 from tests.e2e.served import Served, serve
 from tests.support.child import start_child
+from tests.support.polling import rest
 
 NAMES = ("p0", "p1", "d0", "d1")
 NUM_KV_TOKENS = 16384
@@ -144,10 +145,10 @@ class FiveServers:
     # --- what the servers say and do ---
 
     def until(self, what: str, condition: Callable[[], object], timeout: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while not condition():
-            assert time.monotonic() < deadline, f"within {timeout:g} s this did not come: {what}"
-            time.sleep(0.005)
+            assert time.monotonic() < began + timeout, f"within {timeout:g} s this did not come: {what}"
+            rest(began)
 
     def state(self, name: str) -> dict[str, Any]:
         """The state of an engine's scheduler."""

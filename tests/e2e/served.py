@@ -22,6 +22,7 @@ import pytest
 
 from tests.support.child import start_child
 from tests.support.held_steps import StepGate
+from tests.support.polling import rest
 
 T = TypeVar("T")
 MODEL = "SmolLM2-135M-Instruct"
@@ -169,15 +170,15 @@ class Client:
 
     def until(self, timeout: float = 60.0, **facts: Any) -> dict[str, Any]:
         """Waits until the state agrees with ``facts``, and returns the state."""
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             state = self.state()
             differs = {name: state[name] for name, value in facts.items() if state[name] != value}
             if not differs:
                 return state
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + timeout:
                 pytest.fail(f"the state did not become {facts} within {timeout:g} s; it is {differs}")
-            time.sleep(0.005)
+            rest(began)
 
     def until_more(self, tokens: int) -> None:
         """Waits until the engine has generated more than ``tokens`` tokens."""

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from tests.checkpoint import tiny
 from tests.e2e.served import Served, serve
+from tests.support.polling import rest
 from tests.support.ports import free_port
 from tests.weight_update.conftest import Trainer
 
@@ -159,13 +160,13 @@ class Syncing:
 
     def until(self, timeout: float = DEADLINE_S, **facts: Any) -> dict[str, Any]:
         """Waits until the status agrees with ``facts``, and returns the status."""
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             status = self.status()
             if all(status.get(name) == value for name, value in facts.items()):
                 return status
-            assert time.monotonic() < deadline, f"the status did not become {facts}: {status}"
-            time.sleep(0.005)
+            assert time.monotonic() < began + timeout, f"the status did not become {facts}: {status}"
+            rest(began)
 
     def checksum(self, client: httpx.Client | None = None) -> int:
         total: int = (client or self.http).get("/weights_checker").json()["total"]

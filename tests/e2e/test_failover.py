@@ -246,7 +246,6 @@ def test_a_router_that_dies_comes_back_at_its_port(pod: PodProcess, wait_until: 
     wait_until(answers, timeout=60, what="the router is back at its port")
 
 
-@pytest.mark.alone
 def test_ctrl_c_ends_all_of_it_within_seconds(pod: PodProcess, wait_until: WaitUntil) -> None:
     pids = set(descendants(pod.process.pid))
     os.kill(pod.pid(), signal.SIGSTOP)  # it cannot even answer a signal

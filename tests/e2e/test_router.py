@@ -22,6 +22,7 @@ from tests.e2e.served import Served, serve
 from tests.server.live import LiveServer
 from tests.support.child import start_child
 from tests.support.held_steps import StepGate
+from tests.support.polling import rest
 
 
 @contextmanager
@@ -48,10 +49,10 @@ def routing(*engines: Served | LiveServer, **options: str) -> Iterator[str]:
 
 def until(url: str, path: str, is_so: Any) -> None:
     """Waits until the answer of a GET is as it should be."""
-    deadline = time.monotonic() + 60
+    began = time.monotonic()
     while not is_so(reply := httpx.get(url + path, timeout=60)):
-        assert time.monotonic() < deadline, reply.text
-        time.sleep(0.01)
+        assert time.monotonic() < began + 60, reply.text
+        rest(began)
 
 
 @pytest.fixture(scope="module")

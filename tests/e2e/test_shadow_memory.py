@@ -16,8 +16,8 @@ from tests.support.shadows import WAIT_S, ShadowProcess, wait_until
 # The real worker in place of the fake one.
 PROGRAM = """
 import sys, tests.server.fake_server as program
-from segue.server import lifecycle
-program.serve = lambda config, listener, on_ready, command: lifecycle.serve(config, listener, on_ready)
+from segue.launch.processes import WORKER_COMMAND
+program.COMMAND = WORKER_COMMAND
 sys.exit(program.main())
 """
 KV_TOKENS = 1 << 18

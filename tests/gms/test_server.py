@@ -29,6 +29,7 @@ from segue.gms.store import SlabStore
 from segue.gms.supervisor import GMS_COMMAND
 from segue.gms.transport import SOCKET, new_socket, receive, send
 from segue.memory.memfd import MemfdVMM
+from tests.conftest import least_measured
 from tests.gms.running import SLAB, descriptors_of, end, manifest, refusal, running, start, target, until
 from tests.support.child import start_child
 
@@ -130,26 +131,28 @@ def idle_descriptors(process: subprocess.Popen[bytes]) -> int:
     return descriptors_of(process)
 
 
-@pytest.mark.alone
+def seconds_added_by_an_attack(directory: Path) -> float:
+    """By how much the p99 of another client's call exceeds twice that without an attack."""
+    quiet = latencies(directory, 200)
+    with_attack: list[float] = []
+    measuring = threading.Thread(target=lambda: with_attack.extend(latencies(directory, 200)))
+    measuring.start()
+    for seed in range(150):
+        attack(directory, random.Random(seed))
+    measuring.join()
+    return with_attack[198] - 2 * quiet[198]
+
+
 def test_clients_that_break_the_protocol_lose_their_session_alone(
     shared_service: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     directory, process = shared_service
     idle = idle_descriptors(process)
-    quiet = latencies(directory, 200)
     with target(directory, cohort="fuzz") as client:
         lease = client.ask(manifest()).lease
-        with_attack: list[float] = []
-        measuring = threading.Thread(target=lambda: with_attack.extend(latencies(directory, 200)))
-        measuring.start()
-        for seed in range(150):
-            attack(directory, random.Random(seed))
-        measuring.join()
+        found = least_measured(0.1, lambda: seconds_added_by_an_attack(directory))
         os.close(client.allocate(lease, [SLAB])[0])  # the others' sessions go on
-    # A busy machine may delay any call.
-    assert with_attack[198] < 2 * quiet[198] + 0.1, (
-        f"p99 of a call {quiet[198]} s became {with_attack[198]} s"
-    )
+    assert found < 0.1, f"the p99 of a call became more than twice as long, and {found} s longer"
     assert process.poll() is None
     until(lambda: descriptors_of(process) == idle, "descriptors are left")
 

@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import least_measured
 from tests.server.conftest import MODEL
 from tests.server.live import LiveServer
-
-pytestmark = pytest.mark.alone
 
 STEP_S = 1.5
 BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 100, "ignore_eos": True}
@@ -54,14 +53,17 @@ def full(tiny_model: Path, wait_until: Any) -> Iterator[LiveServer]:
 def test_refusals_do_not_wait_for_the_step_in_flight(
     full: LiveServer, path: str, body: dict[str, Any]
 ) -> None:
-    seconds = []
-    for _ in range(30):
-        began = time.monotonic()
-        answer = full.client.post(path, json=body)
-        seconds.append(time.monotonic() - began)
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "--max-queued-requests" in answer.text
-    assert max(seconds) < STEP_S / 3
+    def longest() -> float:
+        seconds = []
+        for _ in range(30):
+            began = time.monotonic()
+            answer = full.client.post(path, json=body)
+            seconds.append(time.monotonic() - began)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "--max-queued-requests" in answer.text
+        return max(seconds)
+
+    assert least_measured(STEP_S / 3, longest) < STEP_S / 3
     assert full.runtime.manager.num_requests == 5
 
 

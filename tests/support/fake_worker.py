@@ -10,6 +10,11 @@ same while it holds the GIL, ``stop`` itself, or ``fail``. ``FAKE_TOKEN`` is add
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # as the real worker does, until all is imported
+
 import ctypes
 import json
 import os
@@ -27,7 +32,7 @@ import zmq
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.heartbeat import Turn, send_heartbeats
-from segue.host import end_with_parent
+from segue.host import collect_from_now_on, end_with_parent
 from segue.laps.limits import laps_limits
 from segue.messages.control import EngineLimits, GraphCost, Ready, StartFailed
 from segue.messages.guided import GuidedVocabulary
@@ -228,6 +233,7 @@ def serve(config: EngineConfig, run_dir: str, tp: TPInfo, context: zmq.Context[A
 
 
 def main() -> None:
+    collect_from_now_on()
     end_with_parent()
     spec = json.loads(sys.stdin.buffer.readline())
     run_dir = spec["run_dir"]

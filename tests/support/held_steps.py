@@ -8,6 +8,7 @@ find its path in the environment variable ``HELD_STEPS``.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -103,6 +104,7 @@ def _hold(file: Path, replace: Callable[[type, str, Any], None]) -> None:
 
 def work() -> None:
     """Be a worker process whose steps are held while the gate is closed."""
+    gc.disable()  # as the real worker does, until it has imported all
     from segue.worker.entry import main
 
     _hold(Path(os.environ[NAME]), setattr)

@@ -20,16 +20,17 @@ import pytest
 
 from tests.server.fake_server import __file__ as PROGRAM
 from tests.support.child import start_child
+from tests.support.polling import rest
 
 WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + timeout:
             pytest.fail(f"{what} did not come true within {timeout:g} s")
-        time.sleep(0.003)
+        rest(began)
 
 
 class ShadowProcess:

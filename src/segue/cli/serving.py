@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from segue.cli.flags import join_lists, setting, with_options
+from segue.cli.flags import join_lists, setting, with_named_flags, with_options
 from segue.cli.reporting import errors_in_red
 from segue.cli.start_view import start_view
 from segue.config import MOST_SHADOWS, EngineConfig
+from segue.host import collect_from_now_on
 from segue.listener import bind
 from segue.logs import configure
 from segue.router.config import RouterConfig
@@ -62,6 +63,7 @@ def serve(
 
     from segue.server import lifecycle
 
+    collect_from_now_on()
     configure(config.log_level, config.log_format)
     listener = bind(config.host, config.port)
     with start_view(config.log_format) as on_start:
@@ -80,6 +82,7 @@ def router(config: RouterConfig) -> None:
 
     from segue.router import lifecycle
 
+    collect_from_now_on()
     configure(config.log_level, config.log_format)
     listener = bind(config.host, config.port)
     sys.exit(uvloop.run(lifecycle.route(config, listener, _print_router_ready)))
@@ -91,6 +94,7 @@ def run_cluster(config: ClusterConfig) -> NoReturn:
 
     from segue.cluster import lifecycle
 
+    collect_from_now_on()
     configure(config.router.log_level, config.router.log_format)
     sys.exit(asyncio.run(lifecycle.run_cluster(config, _print_cluster_ready)))
 
@@ -140,6 +144,7 @@ COMMANDS: dict[str, Callable[..., None]] = {"serve": serve, "router": router}
 def main(name: str, words: list[str]) -> None:
     """Run one of the commands with the words behind its name, and end the process."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings=SETTINGS)(COMMANDS[name])
+    words = join_lists(words, EngineConfig, RouterConfig)
+    app.command(context_settings=SETTINGS)(with_named_flags(COMMANDS[name], words))
     with errors_in_red():
-        app(args=join_lists(words, EngineConfig, RouterConfig), prog_name=f"segue {name}")
+        app(args=words, prog_name=f"segue {name}")
