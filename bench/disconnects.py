@@ -4,7 +4,7 @@
                                 [--option=value …]
 
 A server of a tiny model, deterministic, answers on real sockets. Each stream is, drawn at random, either read
-to its end and compared with what the same request was answered when it was alone, or left: closed or reset
+to its end and compared with the reply that the same request got when it ran alone, or left: closed or reset
 after some events, half-closed, closed within the request or before the reply, or never read. Prompts have one
 word to several chunks; outputs are greedy, drawn, guided, with penalties, log-probabilities or two choices.
 There are more streams than rows, and too few pages for all rows. Other options are those of ``segue serve``.

@@ -71,7 +71,10 @@ def train(
         version = str(index)
         wrong = {each for sample in samples for each in sample.versions} - {version}
         if wrong:
-            sys.exit(f"tokens of weights {', '.join(wrong)}; the engine should have {version}")
+            sys.exit(
+                f"step {index}: tokens were generated with weights of version {', '.join(wrong)}, but must "
+                f"come from version {version}; look in the engine's log for why it missed an update"
+            )
         rolled_out = time.perf_counter()
         gap, clipped = policy.improve(samples)
         trained = time.perf_counter()
@@ -221,4 +224,7 @@ def judge(steps: list[TrainingStep], output: Path) -> None:
         f"mean reward of the first {WINDOW} steps {first:.3f}, of the last {last:.3f}; see {output}.svg"
     )
     if len(steps) >= 2 * WINDOW and last < first + MARGIN:
-        sys.exit(f"the mean reward should have risen by {MARGIN}")
+        sys.exit(
+            f"the mean reward rose by {last - first:.3f}, and must rise by {MARGIN}; "
+            "try another --seed, or more steps"
+        )

@@ -24,7 +24,7 @@ def freeze_heap() -> None:
 
 
 def collect_from_now_on() -> None:
-    """Let garbage be collected, if it was not during imports, but never look at what they have made."""
+    """Turn garbage collection on after imports, and exclude what they made from all later collections."""
     gc.freeze()
     gc.enable()
 

@@ -143,7 +143,7 @@ def test_a_native_request_goes_to_engines_of_segue_only() -> None:
         async with routed(other) as router:
             reply = await router.generate()
             assert reply.status_code == 503
-            assert f"{other.id}: it is no engine of Segue" in reply.json()["message"]
+            assert f"{other.id}: it is not an engine of Segue" in reply.json()["message"]
             assert not other.exchanges
 
     run(test())
@@ -161,7 +161,7 @@ def test_a_route_that_not_every_server_has_goes_to_engines_of_segue_only(path: s
             await engine.die()
             await until(lambda: not router.serves(engine), "no engine is left")
             reply = await router.http.post(path, json=BODY)
-            assert reply.status_code == 503 and f"{other.id}: it is no engine of Segue" in reply.text
+            assert reply.status_code == 503 and f"{other.id}: it is not an engine of Segue" in reply.text
             assert not other.exchanges
             assert (await router.http.get("/v1/models/m")).status_code == 200 and other.exchanges
 

@@ -20,7 +20,8 @@ MAIN = "main"  # the branch of a model that names no revision
 _POLL_S = 0.1
 _CHILD = (
     "import sys, huggingface_hub; "
-    "print(huggingface_hub.snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:]))"
+    "print(huggingface_hub.snapshot_download("
+    "sys.argv[1], revision=sys.argv[2] or None, allow_patterns=sys.argv[3:]))"
 )
 _METADATA = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHTS = ["*.safetensors"]
@@ -61,7 +62,7 @@ def parse_id(model: str) -> HubId | None:
 
 
 def revisions(model: str | None, revision: str | None) -> dict[str, str]:
-    """Return the revision of each repository that one was named for; that is at most the one of `model`."""
+    """Return the revision by repository: that of `model`, a hub id, or nothing."""
     wanted = None if model is None else parse_id(model)
     return {} if wanted is None or revision is None else {wanted.repository: revision}
 
@@ -94,7 +95,7 @@ def fetch(model: str, *, weights: bool, revision: str | None = None, again: bool
     if not sys.stderr.isatty() or writes_json():
         disable_progress_bars()
     if current.get().is_cancelled is not None:  # a weight update, which can be discarded meanwhile
-        return _files_of(wanted, _fetch_in_child(wanted.repository, patterns), given)
+        return _files_of(wanted, _fetch_in_child(wanted.repository, revision, patterns), given)
     if again or cached(model, revision, weights=weights) is None:
         logger.info("fetching %s from the Hugging Face hub", model)
     try:
@@ -149,13 +150,13 @@ def cache_directory() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _fetch_in_child(model: str, patterns: list[str]) -> Path:
+def _fetch_in_child(model: str, revision: str | None, patterns: list[str]) -> Path:
     """Fetch in a child process, which can be killed: a download within this process cannot be cancelled.
 
     `patterns`: of the names of the files to fetch. The child prints the local directory as its last line.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", _CHILD, model, *patterns],
+        [sys.executable, "-c", _CHILD, model, revision or "", *patterns],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,20 +34,22 @@ class ModelSource:
     def tokenizer_digest(self) -> str:
         """Return the SHA-256 of the tokenizer's file; "" without one, or if it is not one file of JSON.
 
-        Engines with equal ones turn the same text into the same ids. Reading it takes up to 100 ms, once per
-        process: an engine tells every router, and those who wait for it after a failover wait no longer.
+        Engines with equal ones turn the same text into the same ids. Reading it takes up to 100 ms, so each
+        process does it once. An engine that stands by does it in advance: every router asks for the digest,
+        and would wait for it after a failover.
         """
-        return (
-            "" if self.tokenizer_directory is None else _digest(self.tokenizer_directory / "tokenizer.json")
-        )
+        if self.tokenizer_directory is None:
+            return ""
+        try:
+            return _digest(self.tokenizer_directory / "tokenizer.json")
+        except OSError:  # which may not last
+            return ""
 
 
 @cache
 def _digest(file: Path) -> str:
-    """Returns the SHA-256 of a file; "" if it cannot be read."""
-    with suppress(OSError):
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    return ""
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def resolve(

@@ -69,8 +69,8 @@ class RouterConfig(Options):
     )
     worker_api_key: str | None = _workers(
         None,
-        "API key of the engines. Clients' own keys are never sent to them. A cluster draws one, unless it is "
-        "given for a trainer, which sends weights to each engine.",
+        "API key of the engines. Clients' own keys are never sent to them. A cluster makes one at each "
+        "start; set it if a trainer has to send weights to the engines directly.",
         check=check_key,
     )
     worker_admin_key: str | None = _workers(

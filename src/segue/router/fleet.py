@@ -22,7 +22,10 @@ SILENT_S = 3.0  # a worker that reports nothing for longer hangs, and so does on
 SAME_HOST_BYTES_S, BETWEEN_HOSTS_BYTES_S = 10e9, 1e9
 # Every server with OpenAI's API answers these alike; not every one has the other routes.
 COMMON_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models"})
-ONLY_COMMON = "it is no engine of Segue: it gets only chats, completions and questions for its models"
+ONLY_COMMON = (
+    "it is not an engine of Segue, so it gets only /v1/chat/completions, /v1/completions and /v1/models; "
+    "add an engine of Segue for other routes"
+)
 LAG_S = 0.01  # seconds until a request that was sent is part of the worker's report
 
 

@@ -74,7 +74,7 @@ async def drain(request: Request) -> Response:
 
 
 def record_of(runtime: Runtime) -> WorkerRecord:
-    """Returns who this engine is. For the first time it may read the tokenizer's file."""
+    """Returns who this engine is. The first call may read the tokenizer's file."""
     config, ready, limits = runtime.config, runtime.manager.ready, runtime.manager.ready.limits
     shape = encode(msgspec.to_builtins(runtime.source.config, enc_hook=str))
     host = config.host if ":" not in config.host else f"[{config.host}]"

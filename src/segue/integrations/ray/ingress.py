@@ -62,10 +62,10 @@ class FleetIngress:
                 allow_redirects=False,
             )
         except RequestTooLargeError as error:
-            return error_response(error, own_path(request))
+            return error_response(error, own_path(request).partition("?")[0])
         except (aiohttp.ClientConnectionError, TimeoutError, LookupError) as error:
             self._router = None
-            return error_response(RouterAwayError(f"{AWAY} ({error})"), own_path(request))
+            return error_response(RouterAwayError(f"{AWAY} ({error})"), own_path(request).partition("?")[0])
         headers = dict(kept(reply.headers.items()))
         return StreamingResponse(_pieces(reply), status_code=reply.status, headers=headers)
 
