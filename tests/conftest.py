@@ -6,40 +6,21 @@ import gc
 import logging
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import httpx
 import pytest
-from httpx._config import create_ssl_context
-from httpx._types import CertTypes
 
 from tests.support.polling import rest
 
 # A deadline of a test says that something hangs, and not that the machine is busy.
 for _phase in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)
-
-
-@lru_cache
-def _trust() -> ssl.SSLContext:
-    return ssl.create_default_context()
-
-
-def _tls_of_a_client(
-    verify: ssl.SSLContext | str | bool = True, cert: CertTypes | None = None, trust_env: bool = True
-) -> ssl.SSLContext:
-    """What httpx would make, but once: to read all certificates takes 30 ms of CPU for each client."""
-    return _trust() if verify is True and cert is None else create_ssl_context(verify, cert, trust_env)
-
-
-httpx._transports.default.create_ssl_context = _tls_of_a_client
 # The imports of all tests make 700,000 objects, through which each collection of garbage would go: 2 s until
 # all are imported, and 0.4 s for each later one. See `pytest_collection_finish`.
 gc.disable()

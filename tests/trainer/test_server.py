@@ -65,6 +65,7 @@ def client(directory: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[C
     options: Any = {"device": "cpu", "dtype": "float32", "learning_rate": 1e-2, "cache_dir": str(tmp_path)}
     model = TrainedModel(str(directory), **options)
     listener = bind("127.0.0.1", 0)
+    listener.listen()  # clients may connect before the server runs
     trainer = Trainer(model)
     server = make_server(trainer, HttpGuard("127.0.0.1"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -152,6 +153,7 @@ def test_closing_ends_a_running_sync(
 
 def test_a_second_interrupt_ends_the_process(wait_until: WaitUntil) -> None:
     listener = bind("127.0.0.1", 0)
+    listener.listen()  # clients may connect before the server runs
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/inference_endpoints"
 
     def interrupt() -> None:
