@@ -120,6 +120,7 @@ def _library() -> ctypes.CDLL:
 @cache
 def _copy_under_gil() -> Callable[[int, int, int, int], int]:
     """Returns ``cuMemcpyDtoDAsync_v2``, whose calls keep the GIL."""
+    _library()  # raises the named error where there is no driver
     copy = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
     copy.argtypes, copy.restype = _FUNCTIONS["cuMemcpyDtoDAsync_v2"], c_int
     return copy
