@@ -80,6 +80,17 @@ def test_every_number_of_splits(name, count) -> None:
     make_case(name, [1] * count, lens, count, kv_heads=8, group=2, head_dim=128).check()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (3, 3), (1, 8)])
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_rows_much_longer_than_the_others(name, kv_heads, group, dtype) -> None:
+    """Triton divides the keys of long rows among programs of their own, which `plan_decode` plans."""
+    lens = [*[1 + 37 * i % 400 for i in range(150)], 9000, 1, 3000]
+    make_case(
+        name, [1] * len(lens), lens, len(lens), dtype, kv_heads=kv_heads, group=group, head_dim=64
+    ).check()
+
+
 def test_small_odd_heads() -> None:
     make_case("triton", [1, 20], [9, 150], 1, torch.float32, group=3, head_dim=24).check()
 
@@ -149,6 +160,20 @@ def test_captured_steps_of_any_mix_agree_with_the_oracle(name, slots, page_size)
     case = make_case(name, q_lens, kv_lens, 4, kv_heads=4, group=2, head_dim=128, page_size=page_size)
     steps = [([0, 4, 6], 1), ([0, 1, 2, 3, 7], 5), ([6], 0), ([3, 2, 1, 4, 5, 7], 3), ([0, 7], 1)]
     check_replays(case, Static(case, slots=slots, tokens=200), steps)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_captured_step_whose_longest_row_changes(name) -> None:
+    lens = [*[1 + 37 * i % 400 for i in range(30)], 5000, 7000]
+    case = make_case(name, [1] * 32, lens, 32, kv_heads=8, group=2, head_dim=128)
+    steps = [
+        (list(range(30)), 30),
+        ([30, *range(20)], 21),
+        ([3, 4, 31, 30], 4),
+        ([31], 1),
+        (list(range(32)), 32),
+    ]
+    check_replays(case, Static(case, slots=40, tokens=64), steps)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -1,14 +1,17 @@
 """Attention on CUDA devices, in Triton, over the paged cache.
 
 The rows of a tile are the query heads that share a key-value head (packed GQA), so each key and value is read
-once for all of them. Decode splits a sequence's keys; the number of splits depends only on the size of the
-batch. The program that ends last combines the splits' partial results in a fixed order. Prefill runs one
-program per block of queries; a table maps blocks to sequences.
+once for all of them. Decode splits a sequence's keys: of few sequences all alike, by the size of the batch;
+of many only those that are much longer than the others, as the kernel `plan_decode` plans. The program that
+ends last combines the splits' partial results in a fixed order. Prefill runs one program per block of
+queries; a table maps blocks to sequences.
 
 Batch-invariant attention divides a sequence's keys into spans of `_SPAN`, as the kernel `attend` explains.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,22 +19,36 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape, Context, PagedBackend, query_blocks
-from segue.kernels.triton.attention import attend, decode
+from segue.kernels.triton.attention import attend, decode, plan_decode
 from segue.kernels.triton.launch import is_hopper, launch_options
 from segue.kvcache.pool import KVPool
 
 _MAX_PROGRAMS = 256  # maximum of programs that split the keys of a small decode batch
 _MAX_SPLITS = 64
+_PLANNED_SPLITS = 32  # maximum per row of a planned batch
+_MIN_KEYS = 256  # a split of a planned batch has at least as many keys
+_ROWS_PER_PLANNER = 8  # rows that a program of `plan_decode` plans
 _STAGES, _WARPS = 2, 4  # of prefill
 _SPAN = 512  # keys per span of batch-invariant attention
 _LOG2_E = 1.4426950408889634  # the kernels use exp2
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a step's decode rows are divided among programs, and what the programs of a row share."""
+
+    items: Tensor  # int32 [items, 4], see `plan_decode`
+    counters: Tensor  # int32 [rows * key-value heads]
+    partial: Tensor  # float32, the weighted values of each item and query head
+    maxima: Tensor  # float32, their maxima and sums
 
 
 class TritonAttention(PagedBackend):
     """Decode and prefill by a kernel each.
 
     `_group` is the number of query heads per key-value head. `_partial` and `_maxima` are buffers for what
-    a sequence's splits leave for the program that combines them. `_blocks` is the table of query blocks.
+    a sequence's splits leave for the program that combines them. `_blocks` is the table of query blocks,
+    and `_plan` the plan of a step with many decode rows.
     """
 
     _span: int | None = None  # keys per span; None: not batch-invariant, and there are no spans
@@ -64,6 +81,7 @@ class TritonAttention(PagedBackend):
             "PRECISION": "ieee" if self._is_float32 else "tf32",
         }
         self._blocks: Tensor | None = None
+        self._plan: _Plan | None = None
 
     def queries_per_block(self, tokens: int) -> int:
         """Returns how many query tokens a prefill program takes: fewer in small steps, for more programs."""
@@ -87,20 +105,59 @@ class TritonAttention(PagedBackend):
         if ctx.blocks is None and ctx.has_prefill:
             table = query_blocks(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
+        self._plan = self._planned(ctx) if self._span is None and ctx.num_decode else None
+
+    def _planned(self, ctx: Context) -> _Plan | None:
+        """Returns how the keys of many decode rows are divided; None: there are few, all divided alike."""
+        rows, heads = ctx.num_decode, self._shape.num_kv_heads
+        if self._num_splits(rows, _MAX_SPLITS) > 1:
+            return None
+        # More of them would divide long rows more finely, but unused ones cost short rows time.
+        items = rows + max(_MAX_PROGRAMS // 2 // heads, rows // 2)
+        parts = items * heads * self._group
+        new = self._partial.new_empty
+        plan = _Plan(
+            items=new((items, 4), dtype=torch.int32),
+            counters=new(rows * heads, dtype=torch.int32),
+            partial=new(parts * self._shape.head_dim),
+            maxima=new(parts * 2),
+        )
+        plan_decode[(triton.cdiv(rows, _ROWS_PER_PLANNER),)](
+            kv_lens=ctx.kv_lens_device,
+            slots=ctx.slots_device,
+            num_decode=ctx.num_decode_device,
+            items=plan.items,
+            counters=plan.counters,
+            rows=rows,
+            max_items=items,
+            MAX_SPLITS=_PLANNED_SPLITS,
+            MIN_KEYS=_MIN_KEYS,
+            HEADS=heads,
+            ROWS=_ROWS_PER_PLANNER,
+            ALL=max(256, triton.next_power_of_2(rows)),
+        )
+        return plan
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`. Programs: one per key-value head, sequence and split of its keys."""
-        heads, splits = self._shape.num_kv_heads, self._num_splits(ctx.num_decode, _MAX_SPLITS)
-        # Without splits, the heads of a sequence, which share its pages, are consecutive programs.
-        decode[(heads, ctx.num_decode) if splits == 1 else (splits, heads, ctx.num_decode)](
+        heads, plan, arguments = self._shape.num_kv_heads, self._plan, self._cache_arguments(layer, ctx)
+        if plan:
+            splits, items = _PLANNED_SPLITS, plan.items
+            grid: tuple[int, ...] = heads, len(items)
+            arguments.update(counters=plan.counters, partial=plan.partial, maxima=plan.maxima)
+        else:
+            splits, items = self._num_splits(ctx.num_decode, _MAX_SPLITS), None
+            grid = splits, heads, ctx.num_decode
+        decode[grid](
             query=query,
             output=output,
             num_decode=ctx.num_decode_device,
+            items=items,
             BLOCK=self._keys_per_block,
             SPLITS=splits,
             STAGES=2 if self._is_float32 else 3,
             GP=max(16, triton.next_power_of_2(self._group)),
-            **self._cache_arguments(layer, ctx),
+            **arguments,
             **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
         )
 

@@ -8,6 +8,8 @@ includes log2(e).
 G query heads share a key-value head; D is the size of a head. GP and DP are powers of two that hold G and D.
 The programs of a sequence and head count themselves in `counters`, and the one that ends last, which combines
 the splits, sets the counter back to 0. `partial` and `maxima` hold the splits' results until then.
+
+`plan_decode` divides the keys of a decode batch among programs by the lengths of its rows.
 """
 
 import triton
@@ -15,12 +17,105 @@ import triton.language as tl
 
 from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
+_FEW_SPLITS = tl.constexpr(4)  # a row with no more of them is combined with a smaller tile
+
 
 @triton.jit
 def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "max_items"])
+def plan_decode(
+    kv_lens,
+    slots,
+    num_decode,
+    items,
+    counters,
+    rows,
+    max_items,
+    MAX_SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Plan `decode` for `rows` rows, of which each program plans ROWS; ALL is a power of two that holds all.
+
+    A row whose keys are more than an equal share of all is split, so that no program works much longer than
+    the others. Each split is an item of `items`, int32 `[max_items, 4]`: its row; the number of the row's
+    splits times 256, plus its index among them; the row's length; the row's slot. So a program knows all of
+    it by one read. Items of long rows come first, since what starts last should end soon; unused items are
+    last and have row -1. A share is the keys of all rows by `max_items - rows`, and at least MIN_KEYS: so
+    there are never more than `max_items`. The counters of the rows, one per head, are set to 0.
+    """
+    count = rows
+    if num_decode is not None:
+        count = tl.minimum(tl.load(num_decode), rows)
+    j = tl.arange(0, ALL)
+    lens = tl.load(kv_lens + j, mask=j < count, other=0)
+    share = tl.maximum(tl.cdiv(tl.sum(lens, 0), max_items - rows), MIN_KEYS)
+    splits = tl.where(j < count, tl.minimum(tl.maximum(tl.cdiv(lens, share), 1), MAX_SPLITS), 0)
+    used = tl.sum(splits, 0)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own_len = tl.load(kv_lens + i, mask=i < count, other=0)
+    own_slot = tl.load(slots + i, mask=i < count, other=0).to(tl.int32)
+    own = tl.where(i < count, tl.minimum(tl.maximum(tl.cdiv(own_len, share), 1), MAX_SPLITS), 0)
+    before = (lens[None, :] > own_len[:, None]) | (
+        (lens[None, :] == own_len[:, None]) & (j[None, :] < i[:, None])
+    )
+    first = tl.sum(tl.where(before, splits[None, :], 0), 1)
+    for split in tl.range(0, tl.max(own, 0)):
+        item = items + (first + split) * 4
+        tl.store(item, i, mask=split < own)
+        tl.store(item + 1, own * 256 + split, mask=split < own)
+        tl.store(item + 2, own_len, mask=split < own)
+        tl.store(item + 3, own_slot, mask=split < own)
+    for start in tl.range(used + tl.program_id(0) * ROWS, max_items, tl.num_programs(0) * ROWS):
+        item = start + tl.arange(0, ROWS)
+        tl.store(items + item * 4, tl.full((ROWS,), -1, tl.int32), mask=item < max_items)
+    for head in tl.static_range(HEADS):
+        tl.store(counters + i * HEADS + head, tl.zeros((ROWS,), tl.int32), mask=i < rows)
+
+
+@triton.jit
+def _combine(
+    output,
+    partial,
+    maxima,
+    b,
+    h,
+    first_part,
+    splits,
+    per_split,
+    kv_len,
+    KV_HEADS: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Combine the results of a row's and head's `splits` splits, at most SPLITS, into its output."""
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
+    used = (s < splits) & (s * per_split < kv_len)
+    for i in range(G):
+        at = ((first_part + s) * KV_HEADS + h) * G + i
+        tops = tl.load(maxima + at * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(maxima + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+        sums = tl.load(
+            partial + at[:, None] * D + d[None, :],
+            mask=used[:, None] & (d[None, :] < D),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        highest = tl.max(tops, 0)
+        share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
+        summed = tl.sum(totals * share, 0)
+        result = tl.sum(sums * share[:, None], 0) / tl.where(summed == 0.0, 1.0, summed)
+        to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D + d
+        tl.store(to, result.to(output.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -32,6 +127,7 @@ def decode(
     slots,
     kv_lens,
     num_decode,
+    items,
     output,
     partial,
     maxima,
@@ -51,25 +147,36 @@ def decode(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend for one decode row (`b`) and key-value head (`h`), over one of SPLITS parts of the keys.
+    """Attend for one decode row (`b`) and key-value head (`h`), over one of the parts of its keys.
+
+    There are SPLITS parts, or with `items`, of which `plan_decode` tells, as many as the program's item says,
+    but at most SPLITS.
 
     The key and value of token `position` are in row `page * page_rows + position % PAGE` of `keys` and
     `values`, which are this layer's views of the pool. `num_decode` holds the number of rows that are not
     padding; None: no row is padding. `cache_modifier=".cg"` reads from the L2 cache what programs on other
     SMs have written.
     """
-    split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if SPLITS == 1:  # the heads of a sequence, which share its pages, are consecutive programs
-        h, split = split, 0
-        b = tl.program_id(1)
     pdl_wait(PDL)
-    active = True
-    if num_decode is not None:
-        active = b < tl.load(num_decode)
+    if items is not None:  # the heads of a sequence, which share its pages, are consecutive programs
+        h, item = tl.program_id(0), tl.program_id(1)
+        b = tl.load(items + item * 4)
+        which = tl.load(items + item * 4 + 1)
+        kv_len = tl.load(items + item * 4 + 2)
+        slot = tl.load(items + item * 4 + 3).to(tl.int64)
+        split, splits = which % 256, which // 256
+        first_part = item - split
+        active = b >= 0
+    else:
+        split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        splits, first_part = SPLITS, b * SPLITS
+        active = True
+        if num_decode is not None:
+            active = b < tl.load(num_decode)
+        kv_len = tl.load(kv_lens + b, mask=active, other=0)
+        slot = tl.load(slots + b, mask=active, other=0).to(tl.int64)
     if active:
-        kv_len = tl.load(kv_lens + b)
-        slot = tl.load(slots + b).to(tl.int64)
-        per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
+        per_split = tl.cdiv(tl.cdiv(kv_len, splits), BLOCK) * BLOCK
         g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
         in_head = d[None, :] < D
         valid = (g[:, None] < G) & in_head
@@ -94,36 +201,28 @@ def decode(
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         pdl_launch_dependents(PDL)
         out = output + head[:, None].to(tl.int64) * D + d[None, :]
-        if SPLITS == 1:
+        if splits == 1:
             total = tl.where(total == 0.0, 1.0, total)
             tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
         else:
-            split_at = ((b * KV_HEADS + h) * SPLITS + split) * G + g
+            split_at = ((first_part + split) * KV_HEADS + h) * G + g
             if first < kv_len:
                 tl.store(partial + split_at[:, None] * D + d[None, :], acc, mask=valid)
                 tl.store(maxima + split_at * 2, top, mask=g < G)
                 tl.store(maxima + split_at * 2 + 1, total, mask=g < G)
             tl.debug_barrier()
             done = tl.atomic_add(counters + b * KV_HEADS + h, 1, sem="acq_rel")
-            if done == SPLITS - 1:
-                s = tl.arange(0, SPLITS)
-                used = s * per_split < kv_len
-                for i in range(G):
-                    at = ((b * KV_HEADS + h) * SPLITS + s) * G + i
-                    tops = tl.load(maxima + at * 2, mask=used, other=float("-inf"), cache_modifier=".cg")
-                    totals = tl.load(maxima + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-                    sums = tl.load(
-                        partial + at[:, None] * D + d[None, :],
-                        mask=used[:, None] & in_head,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    highest = tl.max(tops, 0)
-                    share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
-                    summed = tl.sum(totals * share, 0)
-                    result = tl.sum(sums * share[:, None], 0) / tl.where(summed == 0.0, 1.0, summed)
-                    to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D + d
-                    tl.store(to, result.to(output.dtype.element_ty), mask=d < D)
+            if done == splits - 1:
+                if SPLITS <= _FEW_SPLITS or splits > _FEW_SPLITS:
+                    _combine(
+                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len,
+                        KV_HEADS, G, D, DP, SPLITS,
+                    )  # fmt: skip
+                else:
+                    _combine(
+                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len,
+                        KV_HEADS, G, D, DP, _FEW_SPLITS,
+                    )  # fmt: skip
                 tl.store(counters + b * KV_HEADS + h, 0)
 
 
