@@ -59,14 +59,21 @@ class TimedReply:
     error: str | None = None
 
     def read(self, url: str, number: int, tokens: int) -> None:
-        params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = {"text": f"{PROMPT}{number}.", "stream": True, "sampling_params": params}
+        # Not /generate, whose events have the whole text so far: this client would fall behind.
+        body = {
+            "prompt": f"{PROMPT}{number}.",
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         try:
-            with httpx.stream("POST", f"{url}/generate", json=body, timeout=END_S) as reply:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=END_S) as reply:
                 for line in reply.iter_lines():
                     if line.startswith("data: {"):
                         self.times.append(time.monotonic())
-                        self.num_tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
+                        self.num_tokens += len(json.loads(line[6:])["choices"][0].get("token_ids", ()))
         except (httpx.HTTPError, ValueError, KeyError) as error:
             self.error = repr(error)
 
