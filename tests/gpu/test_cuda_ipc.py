@@ -272,23 +272,29 @@ def test_a_gpu_reaches_itself_first() -> None:
 
 # --- G2: writers that are killed ---
 
-ROUNDS, WRITERS, PUSHES = 3, 4, 200  # each push takes milliseconds, and a writer is killed in the first ones
+PUSHES = 200  # each takes milliseconds, and a writer is killed in the first ones
 PAGES_EACH, HOME, MINE = 6, 200, 100
 
 
-def test_no_byte_of_a_killed_writer_comes_after_it_is_gone(ranks: Ranks, wait_until: WaitUntil) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "num_writers"),
+    [pytest.param(3, 4, id="12_kills"), pytest.param(7, 15, id="105_kills", marks=pytest.mark.slow)],
+)
+def test_no_byte_of_a_killed_writer_comes_after_it_is_gone(
+    ranks: Ranks, wait_until: WaitUntil, rounds: int, num_writers: int
+) -> None:
     """Every page has a pattern: that of nobody, of its writer, or of the reader that has it back."""
-    shape = shape_of_pool(num_pages=PAGES_EACH * WRITERS + 4, page_size=16, head_dim=16 << 10)
+    shape = shape_of_pool(num_pages=PAGES_EACH * num_writers + 4, page_size=16, head_dim=16 << 10)
     reader = ranks.reader(shape)
     reader.pool.data.fill_(MINE)
     torch.cuda.synchronize(ranks.target)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         before = len(reader.gone)
-        writers = [ranks.remote(WriterRank, shape) for _ in range(WRITERS)]
-        with ThreadPoolExecutor(WRITERS) as threads:  # each takes seconds to start
+        writers = [ranks.remote(WriterRank, shape) for _ in range(num_writers)]
+        with ThreadPoolExecutor(num_writers) as threads:  # each takes seconds to start
             calls = [threads.submit(w, "connect", reader.path, reader.export.blob) for w in writers]
             peers = [call.result() for call in calls]
-        granted = [range(i * PAGES_EACH, (i + 1) * PAGES_EACH) for i in range(WRITERS)]
+        granted = [range(i * PAGES_EACH, (i + 1) * PAGES_EACH) for i in range(num_writers)]
         for writer, peer, pages in zip(writers, peers, granted, strict=True):
             writer("post_many", peer, pairs(*[(page, page) for page in pages]), PUSHES)
         for index, (writer, pages) in enumerate(zip(writers, granted, strict=True)):
@@ -302,7 +308,7 @@ def test_no_byte_of_a_killed_writer_comes_after_it_is_gone(ranks: Ranks, wait_un
             torch.cuda.synchronize(ranks.target)
         time.sleep(0.3)  # late bytes would have this time to come
         patterns = torch.full((shape.num_pages + 1,), MINE, dtype=torch.uint8)
-        patterns[: PAGES_EACH * WRITERS] = HOME
+        patterns[: PAGES_EACH * num_writers] = HOME
         found = reader.pool.data.cpu().flatten(1)
         foreign = (found != patterns[:, None]).sum(1).tolist()
         assert foreign == [0] * (shape.num_pages + 1)
