@@ -29,11 +29,12 @@ from segue.integrations.ray.config import FleetConfig, TrainerConfig
 from segue.integrations.ray.process import HostedProcess
 from segue.integrations.ray.specs import FleetKeys, Place, engine_spec, router_spec, trainer_spec
 from segue.listener import bind
+from segue.messages.fleet import REGISTER_TTL_S
 
 if TYPE_CHECKING:
     from segue.trainer.endpoint import Endpoint  # with torch, which only the actor of a trainer needs
 
-RETRY_S = 1.0  # before an actor whose process did not come back ends, and Ray tries again
+RETRY_S = 1.0  # before Ray starts an actor again whose process did not come back, or engines are asked again
 ASK_S = 10.0  # for an answer that needs no work
 
 
@@ -170,7 +171,7 @@ class TrainerActor(_HostActor):
         Raises:
             TrainerActorError: an engine could not be reached, or refused.
         """
-        engines = {each.url: each for each in self._router.engines(ASK_S)}
+        engines = self._engines()
         known = {each["url"] for each in self._ask("inference_endpoints", None)["endpoints"]}
         for url in known - engines.keys():
             self._ask("remove_inference_endpoint", _host_and_port(url))
@@ -178,6 +179,25 @@ class TrainerActor(_HostActor):
             key = {"api_key": engines[url].api_key}
             self._ask("add_inference_endpoint", _host_and_port(url) | key)
         return self._ask("sync_inference_weights", {})
+
+    def _engines(self) -> dict[str, Endpoint]:
+        """Return the router's engines by URL, all of which can be reached.
+
+        An engine that has died is still registered until its registration lapses. So this waits as long for
+        one that refuses the connection, because the engine that replaces it may serve before that.
+        """
+        deadline = time.monotonic() + REGISTER_TTL_S
+        while True:
+            engines = {each.url: each for each in self._router.engines(ASK_S)}
+            gone = [url for url, each in engines.items() if each.get("health", ASK_S).gone]
+            if not gone:
+                return engines
+            if time.monotonic() >= deadline:
+                raise TrainerActorError(
+                    f"the router {self._router.url} has engines that cannot be reached: {', '.join(gone)}; "
+                    "start them again, or take them out of the router"
+                )
+            time.sleep(RETRY_S)
 
     def _ask(self, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Return the reply of the training server, which may take as long as it works."""
