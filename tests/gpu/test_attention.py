@@ -91,6 +91,11 @@ def test_rows_much_longer_than_the_others(name, kv_heads, group, dtype) -> None:
     ).check()
 
 
+def test_more_heads_than_there_are_programs_to_share() -> None:
+    """A single row is planned too, and its plan has room for one item more than there are rows."""
+    make_case("triton", [1], [3000], 1, kv_heads=129, group=1, head_dim=64).check()
+
+
 def test_small_odd_heads() -> None:
     make_case("triton", [1, 20], [9, 150], 1, torch.float32, group=3, head_dim=24).check()
 

@@ -113,7 +113,7 @@ class TritonAttention(PagedBackend):
         if self._num_splits(rows, _MAX_SPLITS) > 1:
             return None
         # More of them would divide long rows more finely, but unused ones cost short rows time.
-        items = rows + max(_MAX_PROGRAMS // 2 // heads, rows // 2)
+        items = rows + max(_MAX_PROGRAMS // 2 // heads, rows // 2, 1)
         parts = items * heads * self._group
         new = self._partial.new_empty
         plan = _Plan(

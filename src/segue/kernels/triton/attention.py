@@ -42,14 +42,17 @@ def plan_decode(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Plan `decode` for `rows` rows, of which each program plans ROWS; ALL is a power of two that holds all.
+    """Plan `decode` for `rows` rows, of which each program plans ROWS.
+
+    ALL is a power of two, at least `rows`; `max_items` is more than `rows`.
 
     A row whose keys are more than an equal share of all is split, so that no program works much longer than
     the others. Each split is an item of `items`, int32 `[max_items, 4]`: its row; the number of the row's
-    splits times 256, plus its index among them; the row's length; the row's slot. So a program knows all of
-    it by one read. Items of long rows come first, since what starts last should end soon; unused items are
-    last and have row -1. A share is the keys of all rows by `max_items - rows`, and at least MIN_KEYS: so
-    there are never more than `max_items`. The counters of the rows, one per head, are set to 0.
+    splits times 256, plus its index among them; the row's length; the row's slot. So a program reads
+    all of it in one place. Items of long rows come first, since what starts last should end soon; unused
+    items are last and have row -1. A share is the keys of all rows divided by `max_items - rows`, but at
+    least MIN_KEYS: so there are never more than `max_items`. The counters of the rows, one per head, are set
+    to 0.
     """
     count = rows
     if num_decode is not None:
@@ -149,8 +152,8 @@ def decode(
 ):
     """Attend for one decode row (`b`) and key-value head (`h`), over one of the parts of its keys.
 
-    There are SPLITS parts, or with `items`, of which `plan_decode` tells, as many as the program's item says,
-    but at most SPLITS.
+    There are SPLITS parts. With `items`, which `plan_decode` explains, there are as many as the program's
+    item says, at most SPLITS.
 
     The key and value of token `position` are in row `page * page_rows + position % PAGE` of `keys` and
     `values`, which are this layer's views of the pool. `num_decode` holds the number of rows that are not
