@@ -142,16 +142,16 @@ class TritonAttention(PagedBackend):
         """See `PagedBackend.decode`. Programs: one per key-value head, sequence and split of its keys."""
         heads, plan, arguments = self._shape.num_kv_heads, self._plan, self._cache_arguments(layer, ctx)
         if plan:
-            splits, items = _PLANNED_SPLITS, plan.items
+            splits, items, num_decode = _PLANNED_SPLITS, plan.items, None  # the plan knows the number
             grid: tuple[int, ...] = heads, len(items)
             arguments.update(counters=plan.counters, partial=plan.partial, maxima=plan.maxima)
         else:
             splits, items = self._num_splits(ctx.num_decode, _MAX_SPLITS), None
-            grid = splits, heads, ctx.num_decode
+            grid, num_decode = (splits, heads, ctx.num_decode), ctx.num_decode_device
         decode[grid](
             query=query,
             output=output,
-            num_decode=ctx.num_decode_device,
+            num_decode=num_decode,
             items=items,
             BLOCK=self._keys_per_block,
             SPLITS=splits,
