@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,12 @@ def _smi(fields: str) -> list[str]:
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write ``results/NAME.json``."""
+    """Write ``results/NAME.json``, which calls files of the temporary directory by their names alone."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"circumstances": circumstances(), **figures}, indent=1) + "\n")
+    text = json.dumps({"circumstances": circumstances(), **figures}, indent=1)
+    folders = rf'(?<=["=]){re.escape(tempfile.gettempdir())}/(?:[^/"]+/)*'
+    path.write_text(re.sub(folders, "", text) + "\n")
     return path
 
 

@@ -175,6 +175,10 @@ class NoWorkerError(SegueError, status=503, type="overloaded_error", code="no_wo
     """A router has no worker, or no pair of workers, that can take the request; the message says why."""
 
 
+class UnservedRouteError(SegueError, status=501, type="invalid_request_error", code="route_not_served"):
+    """All workers of a router are servers that do not have the route; the message says what to add."""
+
+
 class UnknownWorkerError(SegueError, status=404, type="invalid_request_error", code="worker_not_found"):
     """The request names a worker that the router does not have."""
 

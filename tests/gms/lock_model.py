@@ -169,7 +169,7 @@ def renumbered(state: WeightsState) -> WeightsState:
 
     return WeightsState(
         {
-            name: replace(each, current=each.current and number[each.current])
+            name: replace(each, current=each.current and number[each.current], version="")
             for name, each in sorted(state.cohorts.items())
         },
         {
@@ -343,6 +343,9 @@ def check_adoption(
 def check_commit(before: WeightsState, after: WeightsState, effect: CommitEffect) -> None:
     if effect.generation in before.generations:  # it got another version
         need(before.cohorts[effect.cohort].epoch == 0, "an engine of another epoch renames")
+        others = {name: each for name, each in before.cohorts.items() if name != effect.cohort}
+        is_own = others.items() <= after.cohorts.items() and before.generations == after.generations
+        need(is_own, "a cohort renames weights for another one")
         return
     lease = next(each for each in before.leases.values() if each.generation == effect.generation)
     need(all(rank.is_sealed for rank in lease.ranks), "an unsealed rank is committed")

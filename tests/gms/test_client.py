@@ -109,13 +109,13 @@ def test_exactly_one_of_several_engines_loads_in_many_races(tmp_path: Path) -> N
         races(tmp_path / "d", range(1000, 1200))
 
 
-def load(client: GmsClient, model: str = "m", num_slabs: int = 1) -> int:
+def load(client: GmsClient, model: str = "m", num_slabs: int = 1, version: str = "") -> int:
     """Load weights of zeros; returns their generation."""
     grant = client.ask(manifest(num_slabs, model=model), "rw")
     for descriptor in client.allocate(grant.lease, [SLAB] * num_slabs):
         os.close(descriptor)
     assert client.seal(grant.lease, manifest(num_slabs, model=model, digests=(0,) * num_slabs)) == []
-    return client.commit(grant.lease)
+    return client.commit(grant.lease, version)
 
 
 def test_other_weights_are_refused_with_the_field_and_both_values(directory: Path) -> None:
@@ -297,6 +297,27 @@ def test_an_update_is_no_news_for_another_cohort_that_reads_the_same_weights(dir
         assert not other.notices
         # So it can update the weights that it reads, and its cohort's alone.
         assert other.ask(manifest(model="two cohorts"), "rw", update_epoch=0).parent == first
+
+
+def test_a_version_is_that_of_the_cohort_that_has_given_it(directory: Path) -> None:
+    with (
+        target(directory, cohort="named") as active,
+        target(directory, cohort="named") as shadow,
+        target(directory, cohort="left alone") as other,
+    ):
+        want = manifest(model="renamed")
+        generation = load(active, model="renamed", version="0")
+        assert [each.ask(want).weight_version for each in (shadow, other)] == ["0", "0"]
+        active.rename(generation, 0, "v7")
+        assert [each.note("x") for each in (shadow, other)] == [None] * 2  # so that notices are read
+        assert [notice.weight_version for notice in shadow.notices] == ["v7"]  # type: ignore[union-attr]
+        assert not other.notices
+        for cohort, version in {"named": "v7", "left alone": "0", "of later": "0"}.items():
+            with target(directory, cohort=cohort) as later:
+                found = later.ask(want)
+                assert (found.generation, found.weight_version) == (generation, version), cohort
+        (row,) = (each for each in active.status()["generations"] if each["generation"] == generation)
+        assert row["version"] == "v7, 0"
 
 
 def test_a_note_that_sessions_keep_ends_with_the_last_of_them(directory: Path) -> None:

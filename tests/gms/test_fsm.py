@@ -48,6 +48,7 @@ SLABS = Scenario(asks=(ask(), update(0)), has_slabs=True, num_sessions=2)
 FOLLOWED = replace(SLABS, pins="unpin")
 OFFERS = Scenario(asks=(ask(), update(1)), offers=True, max_epoch=1, num_sessions=2)
 SHARED = Scenario(asks=(ask(), ask(cohort="b"), update(0)), num_sessions=2)
+RENAMES = Scenario(asks=(ask(), ask(cohort="b")), max_epoch=1, num_sessions=2)
 SCENARIOS = {
     "race": RACE,
     "modes": MODES,
@@ -57,6 +58,7 @@ SCENARIOS = {
     "shared": SHARED,
     "slabs": SLABS,
     "offers": OFFERS,
+    "renames": RENAMES,
 }
 LARGE = Scenario(
     asks=(
@@ -274,6 +276,23 @@ def an_old_engine_renames_the_weights(patch: Patch) -> None:
         rename(self, replace(event, epoch=self.cohort(event.cohort).epoch))
 
     patch.setattr(WeightsLock, "rename", careless)
+
+
+@bug("renames")
+def a_cohort_renames_the_weights_of_another_one(patch: Patch) -> None:
+    rename = WeightsLock.rename
+
+    def for_all(self: WeightsLock, event: RenameEvent) -> None:
+        rename(self, event)
+        if not isinstance(self.effects[-1], RefuseEffect):
+            cohorts = self.state.cohorts
+            self.state.cohorts |= {
+                name: replace(each, version=event.version)
+                for name, each in cohorts.items()
+                if each.current == event.generation
+            }
+
+    patch.setattr(WeightsLock, "rename", for_all)
 
 
 @pytest.mark.parametrize("name", BUGS)

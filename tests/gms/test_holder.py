@@ -98,6 +98,18 @@ def test_a_killed_service_adopts_everything_when_it_is_started_again(pair: Pair)
         print(f"adopted {seconds:.2f} s after the start of the process")
 
 
+def test_each_cohort_calls_its_weights_as_before_the_service_was_started_again(pair: Pair) -> None:
+    with target(pair.directory) as client, target(pair.directory, cohort="other") as other:
+        generation = load(client, b"weights")
+        other.ask(manifest())
+        client.rename(generation, 0, "v7")
+        pair.kill("serve")
+    pair.start("serve")
+    for cohort, version in {"default": "v7", "other": "", "later": ""}.items():
+        with target(pair.directory, cohort=cohort) as again:
+            assert again.ask(manifest()).weight_version == version, cohort
+
+
 def test_a_note_that_engines_keep_is_theirs_to_put_again(pair: Pair) -> None:
     client = target(pair.directory)
     client.put_note("sizes", b"1", keeps=True)

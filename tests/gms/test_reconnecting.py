@@ -15,6 +15,7 @@ import pytest
 from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.reconnecting import KeptWeights, SessionKeeper
+from segue.messages.requests import FIRST_WEIGHT_VERSION
 from tests.gms.running import SLAB, end, manifest, refusal, start, target, until
 
 ENGINE, SHADOW = "a", "b"
@@ -166,6 +167,18 @@ def test_what_neither_service_nor_holder_knows_the_engines_offer(service: Servic
         grant = stranger.ask(manifest())
         assert (grant.mode, {grant.generation}) == ("ro", numbers), "nothing is loaded again"
         stranger.close()
+
+
+def test_the_version_of_what_an_engine_offers_is_its_cohorts_alone(service: Service) -> None:
+    service.start("serve")
+    with reading(load(service.directory, ENGINE)) as engine:
+        engine.reading = replace(engine.reading, weight_version="v7")  # it has renamed what it loaded
+        service.kill("serve")
+        service.start("serve")
+        until(lambda: engine.is_back, "it does not come back")
+        for cohort, version in {engine.client.target.cohort: "v7", "other": FIRST_WEIGHT_VERSION}.items():
+            with target(service.directory, cohort=cohort) as reader:
+                assert reader.ask(manifest()).weight_version == version, cohort
 
 
 NEWER = manifest(digests=(7,))  # what an engine reads that serves, and has updated its weights

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from segue.router import foreign, watch
-from tests.router.fake_servers import Answer, Exchange, FakeWorker, routed, run, until
+from tests.router.fake_servers import REPLY, Answer, Exchange, FakeWorker, routed, run, until
 
 BODY = {"model": "m", "prompt": "Hello", "x_unknown": [1, 2]}
 EVENTS = "text/event-stream; charset=utf-8"
@@ -104,6 +104,31 @@ def test_another_router_is_a_worker() -> None:
     run(test())
 
 
+NATIVE = ["/generate", "/v1/chat/completions/tokens", "/v1/responses", "/v1/messages", "/tokenize"]
+
+
+@pytest.mark.parametrize("path", NATIVE)
+def test_another_router_has_the_routes_that_a_worker_of_its_own_has(path: str) -> None:
+    async def test() -> None:
+        engine, other = FakeWorker(), ForeignWorker(complete)
+        async with routed(other) as inner, routed() as outer:
+            entry = outer.router.add(inner.url)
+            await until(lambda: entry.why_not(time.monotonic()) is None, "it serves")
+            assert (await outer.http.post(path, json=BODY)).status_code == 501, "it has no engine"
+            await engine.start()
+            inner.router.add(engine.url)
+            await until(lambda: inner.serves(engine), "the engine serves")
+            await until(lambda: entry.view is not None and entry.view.has_all_routes, "it has an engine")
+            reply = await outer.http.post(path, json=BODY)
+            assert (reply.status_code, reply.content) == (200, REPLY)
+            assert len(engine.exchanges) == 1 and not other.exchanges
+            await engine.die()
+            await until(lambda: not inner.serves(engine), "the engine is lost")
+            assert (await outer.http.post(path, json=BODY)).status_code == 503, "the engine may come back"
+
+    run(test())
+
+
 def test_another_router_that_needs_a_key_gets_no_requests_without_it() -> None:
     async def test() -> None:
         async with routed(ForeignWorker(complete), api_key="inner") as inner, routed() as outer:
@@ -137,13 +162,19 @@ def test_workers_marks_it() -> None:
     run(test())
 
 
-def test_a_native_request_goes_to_engines_of_segue_only() -> None:
+@pytest.mark.parametrize("path", NATIVE)
+def test_a_route_that_no_worker_has_is_refused_for_good(path: str) -> None:
     async def test() -> None:
         other = ForeignWorker(complete)
         async with routed(other) as router:
-            reply = await router.generate()
-            assert reply.status_code == 503
-            assert f"{other.id}: it is not an engine of Segue" in reply.json()["message"]
+            reply = await router.http.post(path, json=BODY)
+            assert (reply.status_code, "retry-after" in reply.headers) == (501, False)
+            assert reply.headers["x-should-retry"] == "false"
+            assert f"no worker of this router has {path}" in reply.text and "Add an engine" in reply.text
+            unknown = router.router.add("http://127.0.0.1:9")
+            reply = await router.http.post(path, json=BODY)
+            assert (reply.status_code, "retry-after" in reply.headers) == (503, True), "it may be an engine"
+            await router.router.remove(unknown)
             assert not other.exchanges
 
     run(test())

@@ -59,8 +59,9 @@ def test_tokens_of_a_prompt_are_those_that_were_cached_and_the_others() -> None:
     assert prompt_tokens(said) is None, "what a model writes counts nothing"
     body = b'{"system": "%b", "messages": [1], "tools": [2]}' % (b"x" * 390)
     facts = BytesPerToken().facts("/v1/messages", body)
-    assert facts.prompt_bytes == 392 + 6 and facts.is_native, "only engines of Segue have this route"
-    assert not BytesPerToken().facts("/v1/chat/completions", body).is_native
+    assert facts.prompt_bytes == 392 + 6
+    assert facts.native_route == "/v1/messages", "not every server has this route"
+    assert not BytesPerToken().facts("/v1/chat/completions", body).native_route
 
 
 def test_nothing_is_learned_from_counted_prompts_or_replies_without_a_count() -> None:

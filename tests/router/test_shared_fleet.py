@@ -20,7 +20,7 @@ from segue.router.shared_fleet import FleetCopy, SharedFleet
 from tests.router.workers import record, report
 
 URL = "http://127.0.0.1:1"
-FACTS = RequestFacts(num_tokens=100, num_bytes=400, is_native=True)
+FACTS = RequestFacts(num_tokens=100, num_bytes=400, native_route="/generate")
 
 
 class TwoProcesses:
@@ -128,7 +128,10 @@ def test_the_load_of_a_foreign_worker_is_what_was_sent_there() -> None:
     both.membership.report(entry, foreign_report(), 0.0)
     both.share()
     (mine,) = both.registry
-    assert mine.view is not None and mine.view.is_foreign
+    assert mine.view is not None and mine.view.is_foreign and not mine.view.has_all_routes
+    both.membership.note_routes(entry, has_all=True)
+    both.share()
+    assert mine.view.has_all_routes, "it is a router with an engine"
     both.registry.begin(Assignment(worker=mine.view, seconds=0.5, num_tokens=7, hit=0), 1.0)
     entry.drain(False)  # it is told again
     both.share()

@@ -21,6 +21,7 @@ from segue.gms.slab_calls import read_manifest
 from segue.gms.store import RankSlabs
 from segue.gms.transport import GmsFrameError, close
 from segue.memory.memfd import check_slab
+from segue.messages.requests import FIRST_WEIGHT_VERSION
 
 if TYPE_CHECKING:
     from segue.gms.service import MemoryService
@@ -131,6 +132,7 @@ class WeightOffers:
             slabs=tuple(tuple(offer.descriptors) for offer in ranks),
             epoch=message.epoch,
             version=first.weight_version,
+            first_version=FIRST_WEIGHT_VERSION if first.is_loaded else first.weight_version,
             model_path=first.model_path,
         )
         service.note_event("adopted", f"generation {number} from {session.name}")

@@ -48,7 +48,8 @@ def answer(
     match effect:
         case GrantEffect():
             service.note_event(f"{effect.mode}_granted", f"generation {effect.generation} to {session.name}")
-            found = service.state.generations.get(effect.generation)
+            found, cohort = service.state.generations.get(effect.generation), session.hello.cohort
+            version = "" if found is None else service.state.version_in(cohort, effect.generation)
             return wire.WeightsGranted(
                 call=call,
                 lease=effect.lease,
@@ -56,7 +57,7 @@ def answer(
                 mode=effect.mode,
                 parent=effect.parent,
                 is_loaded=effect.parent is None if found is None else found.is_loaded,
-                weight_version="" if found is None else found.version,
+                weight_version=version,
                 model_path=None if found is None else found.model_path,
             )
         case RefuseEffect():

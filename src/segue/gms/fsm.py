@@ -173,7 +173,7 @@ class WeightsLock(WeightsGrants):
             version=event.version,
             model_path=event.model_path,
         )
-        state.cohorts[lease.cohort] = replace(cohort, current=generation)
+        state.cohorts[lease.cohort] = replace(cohort, current=generation, version=event.version)
         for old, each in list(state.leases.items()):  # an update replaces the lease by which its engine read
             if not each.is_rw and set(each.sessions) & set(lease.sessions):
                 del state.leases[old]
@@ -211,7 +211,7 @@ class WeightsLock(WeightsGrants):
         self.effects.append(effect)
 
     def rename(self, event: RenameEvent) -> None:
-        """Give the current generation of a cohort another version, and let its readers know."""
+        """Give the current generation another version in a cohort, and let its readers there know."""
         cohort = self.cohort(event.cohort)
         if event.generation != cohort.current:
             self.refuse(event.session, "generation")
@@ -219,7 +219,7 @@ class WeightsLock(WeightsGrants):
             self.refuse(event.session, "stale_epoch")
         else:
             state, number = self.state, event.generation
-            state.generations[number] = replace(state.generations[number], version=event.version)
+            state.cohorts[event.cohort] = replace(cohort, version=event.version)
             readers = tuple(session for session in state.readers(number) if session != event.session)
             self.effects.append(CommitEffect(cohort=event.cohort, generation=number, readers=readers))
             self.done(event.session, number)
@@ -261,12 +261,12 @@ class WeightsLock(WeightsGrants):
             is_loaded=event.is_loaded,
             cohort=event.cohort,
             slabs=event.slabs,
-            version=event.version,
+            version=event.first_version,
             model_path=event.model_path,
         )
         epoch = max(cohort.epoch, event.epoch)
         state.cohorts[event.cohort] = replace(
-            cohort, current=generation, epoch=epoch, adopted_from=event.epoch
+            cohort, current=generation, version=event.version, epoch=epoch, adopted_from=event.epoch
         )
         state.pins |= {(session, generation) for session in event.sessions}
         others = tuple(session for session in readers if session not in event.sessions)

@@ -123,7 +123,8 @@ class WeightsGrants:
         """Let an engine read a committed generation."""
         cohort = self.cohort(ask.cohort)
         if cohort.current is None:  # another cohort has loaded it
-            self.state.cohorts[ask.cohort] = replace(cohort, current=generation)
+            version = self.state.generations[generation].version
+            self.state.cohorts[ask.cohort] = replace(cohort, current=generation, version=version)
         lease = self.number()
         self.state.leases[lease] = WeightsLease(
             cohort=ask.cohort,

@@ -61,6 +61,7 @@ class HeldCohort(msgspec.Struct, frozen=True, array_like=True):
     name: str
     current: int | None
     epoch: int
+    version: str | None = None  # None: kept by an older service; it is the generation's
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -192,7 +193,9 @@ def _ledger_of(service: MemoryService) -> Ledger:
     return Ledger(
         lineage=service.lineage,
         serial=state.serial,
-        cohorts=[HeldCohort(name, each.current, each.epoch) for name, each in state.cohorts.items()],
+        cohorts=[
+            HeldCohort(name, each.current, each.epoch, each.version) for name, each in state.cohorts.items()
+        ],
         generations=[
             HeldGeneration(n, each.key, each.is_loaded, each.cohort, each.version, each.model_path)
             for n, each in state.generations.items()
@@ -244,7 +247,12 @@ def _restore(service: MemoryService, ledger: Ledger, found: dict[str, int]) -> i
         )
     for cohort in ledger.cohorts:
         current = cohort.current if cohort.current in state.generations else None
-        state.cohorts[cohort.name] = Cohort(current=current, epoch=cohort.epoch, adopted_from=cohort.epoch)
+        version = cohort.version
+        if version is None:
+            version = "" if current is None else state.generations[current].version
+        state.cohorts[cohort.name] = Cohort(
+            current=current, version=version, epoch=cohort.epoch, adopted_from=cohort.epoch
+        )
     return len(state.generations)
 
 

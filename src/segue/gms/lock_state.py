@@ -119,7 +119,7 @@ class AbortEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenameEvent:
-    """An engine gives the current generation of its cohort another version."""
+    """An engine gives the current generation another version, by which its cohort alone calls it."""
 
     session: int
     cohort: str
@@ -164,7 +164,8 @@ class AdoptEvent:
     is_loaded: bool
     slabs: tuple[tuple[int, ...], ...]  # of each rank
     epoch: int  # of the engine; 0: it does not serve
-    version: str = ""
+    version: str = ""  # by which the cohort calls them
+    first_version: str = ""  # under which they were committed
     model_path: str | None = None
 
 
@@ -235,7 +236,8 @@ class CommitEffect:
 
     cohort: str
     generation: int
-    # Those that have the generation before, of whatever cohort, or this one if it was renamed.
+    # Those that have the generation before, or this one if it was renamed. The lock does not know the cohorts
+    # of sessions: those of other cohorts are not to be told.
     readers: tuple[int, ...]
 
 
@@ -315,7 +317,7 @@ class WeightsGeneration:
     is_loaded: bool  # from files, so that other cohorts may use it; otherwise it came from an update
     cohort: str  # that has made it
     slabs: tuple[tuple[int, ...], ...]  # of each rank
-    version: str = ""  # of the weights, as clients call it
+    version: str = ""  # of the weights, as it was committed; each cohort may call it by another one
     model_path: str | None = None  # where an update has read the weights; None: they came otherwise
 
 
@@ -324,6 +326,7 @@ class Cohort:
     """Engines that stand in for each other."""
 
     current: int | None = None  # generation
+    version: str = ""  # of the current generation, as clients of this cohort call it
     epoch: int = 0  # of its active engine
     adopted_from: int = 0  # the epoch of the engine that has offered the current generation; 0: it was loaded
 
@@ -355,6 +358,11 @@ class WeightsState:
     def readers(self, generation: int) -> tuple[int, ...]:
         """Return the sessions that pin a generation."""
         return tuple(sorted(session for session, pinned in self.pins if pinned == generation))
+
+    def version_in(self, cohort: str, generation: int) -> str:
+        """Return the version by which a cohort calls a committed generation."""
+        found = self.cohorts.get(cohort, Cohort())
+        return found.version if found.current == generation else self.generations[generation].version
 
     def writer(self, cohort: str) -> WeightsLease | None:
         """Return the lease by which an engine of the cohort writes a generation."""

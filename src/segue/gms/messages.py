@@ -124,7 +124,7 @@ class AbortLease(Message, frozen=True):
 
 
 class RenameGeneration(Message, frozen=True):
-    """Gives the current generation another version. The reply is :class:`GenerationNumber`."""
+    """Gives the current generation another version in the cohort. The reply is :class:`GenerationNumber`."""
 
     generation: Number
     epoch: Number

@@ -312,14 +312,15 @@ class MemoryService:
         match effect:
             case CommitEffect():
                 found = self.state.generations[effect.generation]
+                version = self.state.version_in(effect.cohort, effect.generation)
                 text = f"generation {effect.generation} of cohort {effect.cohort!r}"
-                self.note_event("committed", f"{text}, version {found.version!r}")
+                self.note_event("committed", f"{text}, version {version!r}")
                 notice = wire.GenerationChanged(
                     generation=effect.generation,
-                    weight_version=found.version,
+                    weight_version=version,
                     model_path=found.model_path,
                 )
-                self._notify(self._of_cohorts(effect.readers, effect.generation), notice)
+                self._notify(self._of_cohort(effect.readers, effect.cohort), notice)
             case DropEffect():
                 num_bytes = self.store.drop(effect.generation, effect.slabs)
                 text = f"generation {effect.generation} ({effect.reason}), {num_bytes} bytes"
@@ -334,14 +335,13 @@ class MemoryService:
             case _:
                 raise AssertionError(effect)
 
-    def _of_cohorts(self, readers: Sequence[int], generation: int) -> list[int]:
-        """Return the readers in whose cohort a generation is the current one.
+    def _of_cohort(self, readers: Sequence[int], cohort: str) -> list[int]:
+        """Return the readers of one cohort.
 
-        Cohorts read one generation together if it was loaded from files, and each of them updates it alone.
+        Cohorts read one generation together if it was loaded from files; each updates and renames it alone.
         """
-        cohorts = {name for name, each in self.state.cohorts.items() if each.current == generation}
         found = ((number, self.sessions.get(number)) for number in readers)
-        return [number for number, each in found if each is not None and each.hello.cohort in cohorts]
+        return [number for number, each in found if each is not None and each.hello.cohort == cohort]
 
     def _notify(self, sessions: Sequence[int], notice: wire.Reply) -> None:
         for number in sessions:

@@ -13,21 +13,24 @@ def status_of(service: MemoryService) -> dict[str, object]:
     """Return the state for people and tools."""
     state, now = service.state, time.monotonic()
     writing = [lease for lease in state.leases.values() if lease.is_rw]
-    currents: dict[int, list[str]] = {}
+    currents: dict[int, dict[str, str]] = {}  # the version, by generation and cohort
     for name, cohort in state.cohorts.items():
         if cohort.current is not None:
-            currents.setdefault(cohort.current, []).append(name)
+            currents.setdefault(cohort.current, {})[name] = cohort.version
     return {
         "incarnation": service.incarnation,
         "devices": service.store.bytes_by_device(),
         "num_slabs": service.store.num_slabs,
-        "cohorts": {name: {"current": c.current, "epoch": c.epoch} for name, c in state.cohorts.items()},
+        "cohorts": {
+            name: {"current": each.current, "version": each.version, "epoch": each.epoch}
+            for name, each in state.cohorts.items()
+        },
         "generations": [
             {
                 "generation": number,
                 "state": "committed",
-                "version": found.version,
-                "cohorts": currents.get(number, []),
+                "version": ", ".join(dict.fromkeys(currents.get(number, {}).values())) or found.version,
+                "cohorts": list(currents.get(number, {})),
                 "bytes": sum(sum(slabs.sizes) for _, slabs in service.store.of(number)),
                 "readers": [service.name(session) for session in state.readers(number)],
             }

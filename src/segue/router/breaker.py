@@ -28,7 +28,7 @@ LegEnd = Literal["answered", "connect", "timeout", "cut", "client_left"]
 Verdict = Literal["success", "failure", "neither"]
 # Error codes of a healthy worker that says no, or whose partner was lost: a prefill worker that dies must not
 # open the breakers of all decode workers.
-REFUSALS = ("overloaded", "paused", "wrong_role", "draining", "kv_peer_lost")
+REFUSALS = ("overloaded", "paused", "wrong_role", "draining", "kv_peer_lost", "route_not_served")
 
 
 class BreakerState(Enum):

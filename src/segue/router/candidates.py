@@ -85,7 +85,7 @@ def _why_not(ask: Ask, worker: WorkerView) -> str | None:
     record = worker.record
     if record.worker_id in ask.tried:
         return "it has failed at this request"
-    if worker.is_foreign and ask.is_native:
+    if ask.is_native and not worker.has_all_routes:
         return ONLY_COMMON
     if worker.is_foreign and ask.is_resumed:
         return "it is no engine of Segue: it cannot go on with a reply"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from segue.errors import NoWorkerError
+from segue.errors import NoWorkerError, UnservedRouteError
 from segue.router.fleet import Assignment
 
 # cost: the fewest predicted seconds. power_of_two: of two workers drawn at random, the one with fewer
@@ -36,7 +36,7 @@ class Ask:
     max_new_tokens: int
     hits: Mapping[str, int] = field(default_factory=dict)  # worker -> tokens in its prefix cache, predicted
     tried: frozenset[str] = frozenset()  # workers that have failed at it
-    is_native: bool = False  # only engines of Segue get requests of its route
+    is_native: bool = False  # not every worker has its route
     is_resumed: bool = False  # the client has a part of the reply: a decode worker may do the rest alone
 
 
@@ -73,9 +73,16 @@ class Refuse:
     problem: str
     reasons: Sequence[tuple[str, str]]  # a worker, or "one -> another", and why it cannot
     no_wait: str = ""  # why the request waits no longer, or not at all; "": nobody is about to come
+    unserved: str = ""  # the route of the request, if none of the workers has it: it is of no use to retry
 
-    def error(self) -> NoWorkerError:
+    def error(self) -> NoWorkerError | UnservedRouteError:
         """Returns the error for the client, which names the first workers and what is wrong with each."""
+        if self.unserved and not self.no_wait:
+            return UnservedRouteError(
+                f"no worker of this router has {self.unserved}: none of them is an engine of Segue, and "
+                "other servers get only /v1/chat/completions, /v1/completions and /v1/models. Add an engine "
+                "of Segue, by --worker or POST /workers, or use one of these routes"
+            )
         named = [f"{worker}: {reason}" for worker, reason in self.reasons[:MOST_NAMED]]
         if len(self.reasons) > MOST_NAMED:
             named.append(f"and {len(self.reasons) - MOST_NAMED} more")

@@ -26,11 +26,15 @@ ONLY_COMMON = (
     "it is not an engine of Segue, so it gets only /v1/chat/completions, /v1/completions and /v1/models; "
     "add an engine of Segue for other routes"
 )
+ROUTES_HEADER = (
+    "segue-routes"  # of a router's /health, with the value ALL_ROUTES if one of its workers has all
+)
+ALL_ROUTES = "all"
 LAG_S = 0.01  # seconds until a request that was sent is part of the worker's report
 
 
 def is_common(path: str) -> bool:
-    """Whether workers that are no engines of Segue get the requests of a route, too."""
+    """Whether every worker gets requests of a route, whatever server it is."""
     return path in COMMON_PATHS or path.startswith("/v1/models/")
 
 
@@ -52,6 +56,9 @@ class WorkerView:
     newest_epoch: int  # the highest of the workers with the same cohort
     connected: bool = True  # whether the connection that the reports come over is open
     is_foreign: bool = False  # whether it is no engine of Segue: record and report are made up
+    has_all_routes: bool = (
+        True  # whether it has those of an engine; a foreign one may say so, as a router does
+    )
     is_drained: bool = False  # whether an operator wants it to get no new requests
     report: WorkerReport | None = None  # the last one; None: there was none yet
     reported_at: float = 0.0

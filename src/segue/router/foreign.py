@@ -1,8 +1,9 @@
 """Workers that are no engines of Segue: any server with OpenAI's routes and ``GET /health``.
 
 Such a server has no ``/watch``. Whole chats and completions go there as the client sent them, and the reply
-comes back as it is. Its tokens are not known to the router, so it cannot go on with another worker's
-reply, and nobody can go on with one of its own.
+comes back as it is. All other requests go there too if it is a router of Segue with an engine of Segue. Its
+tokens are not known to the router, so it cannot go on with another worker's reply, and nobody can go on with
+one of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from segue.router.breaker import LegEnd
 from segue.router.client_request import ClientRequest
 from segue.router.deadline import within
 from segue.router.entry import SentRequest, WorkerEntry
-from segue.router.fleet import SILENT_S
+from segue.router.fleet import ALL_ROUTES, ROUTES_HEADER, SILENT_S
 from segue.router.legs import LegError
 from segue.router.membership import Membership
 from segue.router.registry import Registry
@@ -77,7 +78,7 @@ async def poll(membership: Membership, entry: WorkerEntry, headers: Headers) -> 
     """
     is_known = False
     while True:
-        status = await within(SILENT_S, _health(entry, headers))
+        status, has_all = await within(SILENT_S, _health(entry, headers))
         if status != 200:
             text = f"it is no engine of Segue (/watch: 404), and answers /health with {status}; check its URL"
             raise UpstreamError("answered", text)
@@ -85,17 +86,19 @@ async def poll(membership: Membership, entry: WorkerEntry, headers: Headers) -> 
             membership.introduce(entry, foreign_record(entry), is_foreign=True)
             membership.report(entry, foreign_report(), time.monotonic())
         is_known = True
+        membership.note_routes(entry, has_all=has_all)
         await asyncio.sleep(POLL_S)
 
 
-async def _health(entry: WorkerEntry, headers: Headers) -> int:
-    """Returns the status of its health."""
+async def _health(entry: WorkerEntry, headers: Headers) -> tuple[int, bool]:
+    """Returns the status of its health, and whether it says that it has all routes of an engine."""
     connection = await entry.upstream.request(b"GET", b"/health", headers, b"")
     try:
         await read_whole(connection)
     finally:
         entry.upstream.done(connection)
-    return connection.status
+    routes = dict(connection.headers).get(ROUTES_HEADER.encode())
+    return connection.status, routes == ALL_ROUTES.encode()
 
 
 class ForeignLeg:

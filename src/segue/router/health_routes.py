@@ -15,6 +15,7 @@ from segue.errors import SegueError
 from segue.router.choice import Refuse
 from segue.router.entry import WorkerEntry
 from segue.router.fan_out import WorkerRequest, ask_all, failures
+from segue.router.fleet import ALL_ROUTES, ROUTES_HEADER
 from segue.router.router import Router, router_of
 from segue.server.access import Access, Routes
 from segue.server.responses import HEADERS, json_response, native_body
@@ -35,7 +36,9 @@ routes = Routes(Access.OPEN, "Health", _unable, HealthError)
 @routes.get("/ping")
 async def is_healthy(request: Request) -> Response:
     """200 while a worker or a pair takes requests, or keeps them in a pause; else 503, and why none does."""
-    return json_response(_condition(router_of(request)))
+    router = router_of(request)
+    routes = {ROUTES_HEADER: ALL_ROUTES} if router.registry.has_all_routes else None
+    return json_response(_condition(router), headers=routes)
 
 
 @routes.get("/live")

@@ -130,6 +130,7 @@ class Membership:
             record=record,
             newest_epoch=newest_epoch,
             is_foreign=is_foreign,
+            has_all_routes=not is_foreign,
             is_drained=entry.gets_none,
             group=self.groups.of(entry.id),
         )
@@ -164,6 +165,12 @@ class Membership:
         if self.rebalance_rules is not None:
             self.pressure.note(entry.id, entry.view.queued_s(now), now)
             self._set_groups(rebalance(self.groups, self.pressure, self.rebalance_rules, now))
+
+    def note_routes(self, entry: WorkerEntry, *, has_all: bool) -> None:
+        """Note whether a worker that is no engine of Segue says that it has all routes of one."""
+        if entry.view is not None and entry.view.has_all_routes != has_all:
+            entry.view = replace(entry.view, has_all_routes=has_all)
+            self._changed()
 
     def lose(self, entry: WorkerEntry, problem: str) -> None:
         """Note that there is no connection for a worker's reports, and why."""

@@ -38,6 +38,7 @@ class SharedWorker(msgspec.Struct, frozen=True, kw_only=True):
     newest_epoch: int = 0
     connected: bool = True
     is_foreign: bool = False
+    has_all_routes: bool = True
     is_drained: bool = False
     report: WorkerReport | None = None
     reported_at: float = 0.0  # seconds

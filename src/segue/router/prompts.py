@@ -58,7 +58,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int  # of their text; 0: nothing can be learned from the reply
     prompt_bytes: int = 0  # of all prompts together, as they stand in the body
     keys: Keys = []  # of their blocks, for the prefix index
-    is_native: bool = False  # whether only engines of Segue get requests of the route
+    native_route: str = ""  # the route, if not every worker has it
     is_stream: bool = False
     max_new_tokens: int = SEVERAL  # 1: at most one; or SEVERAL
 
@@ -104,7 +104,7 @@ class BytesPerToken:
             num_bytes=num_bytes,
             prompt_bytes=len(text),
             keys=keys_of(text, _json(fields.cache_salt)),
-            is_native=not is_common(path),
+            native_route="" if is_common(path) else path,
             is_stream=bytes(fields.stream) == b"true",
             max_new_tokens=_max_new_tokens(fields, by_vllm=bool(_json(fields.token_ids))),
         )

@@ -170,7 +170,8 @@ class Registry:
                 return kept
         reasons = [(entry.id, entry.problem) for entry in self if entry.view is None]
         problem = "no worker can take the request" if reasons else decision.problem
-        return Refuse(problem=problem, reasons=[*decision.reasons, *reasons])
+        unserved = self._unserved(facts.native_route)
+        return Refuse(problem=problem, reasons=[*decision.reasons, *reasons], unserved=unserved)
 
     def choose_any(self, path: str, tried: frozenset[str], now: float) -> Assignment | Refuse:
         """Choose a worker for a request of a route that costs nothing, except those that were ``tried``."""
@@ -178,12 +179,25 @@ class Registry:
         for entry in self:
             reason = "it has failed at this request" if entry.id in tried else entry.why_not(now)
             if reason is None and entry.view is not None:
-                if not entry.view.is_foreign or is_common(path):
+                if entry.view.has_all_routes or is_common(path):
                     return Assignment(worker=entry.view, seconds=0.0, num_tokens=0, hit=0)
                 reason = ONLY_COMMON
             reasons.append((entry.id, reason or ""))
         problem = "no worker can take the request" if reasons else "no worker is registered"
-        return Refuse(problem=problem, reasons=reasons)
+        return Refuse(
+            problem=problem, reasons=reasons, unserved=self._unserved("" if is_common(path) else path)
+        )
+
+    @property
+    def has_all_routes(self) -> bool:
+        """Whether one of the workers has all routes of an engine, even if it does not serve now."""
+        return any(entry.view is not None and entry.view.has_all_routes for entry in self)
+
+    def _unserved(self, native_route: str) -> str:
+        """Returns a route that not every worker has if all workers are known to lack it; "": they are not."""
+        views = [entry.view for entry in self]
+        is_known = bool(views) and None not in views
+        return native_route if is_known and not self.has_all_routes else ""
 
     def second_claim(
         self, facts: RequestFacts, prefill: str, tried: frozenset[str], now: float, outputs: int | None
@@ -209,7 +223,7 @@ class Registry:
             hits={worker: int(size * rate) for worker, size in self.index.match(facts.keys).items()},
             tried=tried,
             is_resumed=outputs is not None,
-            is_native=facts.is_native,
+            is_native=bool(facts.native_route),
         )
 
     def begin(self, assignment: Assignment, now: float, keys: Keys | None = None) -> SentRequest:

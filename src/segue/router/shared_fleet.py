@@ -29,7 +29,7 @@ def shared(number: int, entry: WorkerEntry) -> SharedWorker:
 
 
 _OF_VIEW = (
-    *("record", "newest_epoch", "connected", "is_foreign"),
+    *("record", "newest_epoch", "connected", "is_foreign", "has_all_routes"),
     *("is_drained", "report", "reported_at", "group"),
 )
 

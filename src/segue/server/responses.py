@@ -31,6 +31,7 @@ ITEMS = 256  # items of a list that are encoded in one call
 HEADERS = {  # of errors, by status
     401: {"www-authenticate": "Bearer"},
     413: {"connection": "close"},
+    501: {"x-should-retry": "false"},  # clients of OpenAI and Anthropic retry from 500 on, unless told so
     503: {"retry-after": "1"},
 }
 
