@@ -24,7 +24,12 @@ def freeze_heap() -> None:
 
 
 def collect_from_now_on() -> None:
-    """Turn garbage collection on after imports, and exclude what they made from all later collections."""
+    """Turn garbage collection on after imports, and exclude what they made from all later collections.
+
+    The garbage of the imports is kept for ever: it is not collected first. In a worker it is 7,600 objects of
+    0.8 MB in all, and to find them takes 0.13 s of CPU time beside the 2.6 s of the imports; in `segue serve`
+    it is 0.2 MB, for 0.05 s beside 1.1 s.
+    """
     gc.freeze()
     gc.enable()
 

@@ -10,8 +10,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from segue.checkpoint import hub
+from segue.checkpoint import hub, model_files
 from segue.errors import ModelFileError
+from tests.support import fake_hub
 
 
 @pytest.mark.parametrize("model", ["gpt2", "owner/name", "Qwen/Qwen3-0.6B", "a_b/c.d-e"])
@@ -122,3 +123,17 @@ def test_the_real_library_offline_names_the_remedy(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelFileError, match="cannot be reached"):
         hub.fetch("segue-tests/there-is-no-such-model", weights=True)
+
+
+def test_the_process_that_fetches_for_an_update_gets_the_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revisions = {name: {"config.json": f'{{"is": "{name}"}}'.encode()} for name in ("main", "v2")}
+    with fake_hub.FakeHub({"owner/tiny": revisions}) as server:
+        own = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        with model_files.reading(model_files.Reading(is_cancelled=lambda: False)):
+            for revision, name in (("v2", "v2"), (None, "main")):
+                found = hub.fetch("owner/tiny", weights=True, revision=revision)
+                assert name in (found / "config.json").read_text()

@@ -9,7 +9,7 @@ import torch
 
 import segue
 from segue.checkpoint import bundled, hub
-from segue.checkpoint.source import ModelSource, resolve, tokenizer_files
+from segue.checkpoint.source import ModelSource, resolve, resolve_weights, tokenizer_files
 from segue.errors import ModelFileError, UnsupportedModelError
 from tests.checkpoint import tiny, tiny_gguf
 
@@ -131,6 +131,17 @@ def test_only_models_of_the_hub_have_revisions(directory: Path) -> None:
     for model, said in ((str(directory), "model "), (None, "the bundled model")):
         with pytest.raises(ModelFileError, match=f"revision='v2': {said}.*leave --revision out"):
             resolve(model, "auto", "/nonexistent", revision="v2")
+
+
+def test_new_weights_in_a_local_directory_of_the_repositorys_name_have_no_revision(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find(directory).config
+    monkeypatch.chdir(directory.parent)
+    found = resolve_weights(directory.name, "auto", "/nonexistent", served, revision="v2")
+    assert found.directory == directory
+    with pytest.raises(ModelFileError, match="leave --revision out"):
+        resolve(directory.name, "auto", "/nonexistent", revision="v2")
 
 
 def test_a_tokenizer_of_another_place(

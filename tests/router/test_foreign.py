@@ -58,7 +58,7 @@ async def break_off(exchange: Exchange) -> None:
 def test_a_request_reaches_it_as_it_is_and_so_does_its_reply() -> None:
     async def test() -> None:
         worker = ForeignWorker(complete)
-        async with routed(worker, worker_api_key="theirs") as router:
+        async with routed(worker, worker_api_key="theirs", worker_admin_key="of engines") as router:
             reply = await router.http.post("/v1/completions", json=BODY)
             assert (reply.status_code, reply.content) == (200, b'{"choices": []}')
             (exchange,) = worker.exchanges

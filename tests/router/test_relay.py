@@ -292,6 +292,18 @@ def test_the_worker_gets_its_own_key_and_not_the_clients() -> None:
     run(test())
 
 
+def test_legs_have_the_admin_key_of_the_workers() -> None:
+    """Only then an engine believes that another one has accepted a grammar."""
+
+    async def test() -> None:
+        worker = FakeWorker()
+        async with routed(worker, worker_api_key="key", worker_admin_key="admin key") as router:
+            await router.generate()
+            assert worker.exchanges[0].headers["authorization"] == "Bearer admin key"
+
+    run(test())
+
+
 def test_without_a_key_for_workers_no_key_is_sent() -> None:
     async def test() -> None:
         worker = FakeWorker()

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
+from segue.guided import beginning
 from segue.messages.leg import LEG_PATH, Data, End, LegOutput
+from segue.messages.requests import pack_ids
 from segue.server import responses
 from segue.server.body import INLINE_BYTES
 from tests.server.leg_fleet import CASES, ROOMS, Case, Fleet, in_stream, native
@@ -213,3 +216,29 @@ def test_a_leg_needs_the_api_key(tiny_model: Path) -> None:
         assert post(server, leg).status_code == 401
         server.client.headers["authorization"] = "Bearer secret"
         assert post(server, leg).status_code == 200
+
+
+def test_another_engine_decides_about_a_grammar_only_if_the_sender_may_control_this_one(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beginning, "MAX_COMPILE_S", 1e-9)  # this machine is much slower
+    monkeypatch.setattr(beginning, "ACCEPTED_PATIENCE", 1e12)
+    path, body = native(params={"regex": "[a-z]{3}"})
+    outputs = [LegOutput(0, pack_ids([5]))]
+    with LiveServer(tiny_model, role="decode", api_key="user", admin_api_key="admin") as server:
+
+        def is_taken(key: str, **fields: Any) -> bool:
+            content = msgspec.msgpack.encode(leg_of(path, body, **fields))
+            headers = {"authorization": f"Bearer {key}"}
+            with server.client.stream("POST", LEG_PATH, content=content, headers=headers) as answer:
+                if answer.status_code != 200:
+                    assert answer.status_code == 400 and "to compile" in answer.read().decode()
+                return answer.status_code == 200
+
+        legs: list[dict[str, Any]] = [
+            {"outputs": outputs},
+            {"kind": "decode", "room": 5, "peer": "127.0.0.1:9"},
+            {},
+        ]
+        assert [is_taken("admin", **leg) for leg in legs] == [True, True, False]
+        assert [is_taken("user", **leg) for leg in legs] == [False, False, False]

@@ -33,6 +33,29 @@ def test_a_group_that_cannot_be_hosted_is_reported_at_once() -> None:
             hosted.leave()
 
 
+def test_a_group_that_was_not_joined_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr("segue.trainer.group.make_backend", fail)
+    listener = listen_at(None)
+    port = listener.getsockname()[1]
+    group = Group(
+        name="g",
+        master_address="127.0.0.1",
+        master_port=port,
+        rank_offset=0,
+        world_size=1,
+        backend="gloo",
+    )
+    hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=listener)
+    with pytest.raises(RuntimeError, match="no backend"):
+        hosted.wait(20, lambda: None)
+    hosted.leave()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 20)
+
+
 def test_the_port_of_a_group_is_taken_from_its_choice_on() -> None:
     """The store gets the socket itself: a port that was free may be taken before it is used."""
     with listen_at(None) as first:

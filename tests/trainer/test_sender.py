@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +70,21 @@ def test_every_engine_has_the_weights_of_each_send(engines: list[FakeEngine], fl
     progress: Progress = reported[-1]
     assert (progress.num_buckets, progress.total_buckets) == (2, 2)
     assert progress.num_bytes == progress.total_bytes == num_bytes
+
+
+def test_a_group_that_cannot_be_made_leaves_no_open_port(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+
+    def fail(*arguments: Any) -> None:
+        made.append(arguments[-1])
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("segue.trainer.sender.TrainerGroup", fail)
+    with sender(engines, make_weights()) as sending, pytest.raises(RuntimeError, match="can't start"):
+        sending.send()
+    assert [listener.fileno() for listener in made] == [-1]
 
 
 def test_engines_get_consecutive_ranks_and_join_once(engines: list[FakeEngine]) -> None:

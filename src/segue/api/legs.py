@@ -48,9 +48,12 @@ def check_role(leg: Leg, role: str) -> None:
 
 
 async def leg_requests(
-    leg: Leg, requests: Sequence[GenerateRequest], encoder: PromptEncoder
+    leg: Leg, requests: Sequence[GenerateRequest], encoder: PromptEncoder, *, is_trusted: bool = False
 ) -> list[GenerateRequest]:
     """Return the requests of the client's body as the leg wants them.
+
+    With ``is_trusted`` whoever sends the leg may control this engine. Only then is it believed that another
+    engine decides about a grammar: the one that has made the outputs, or the prefill engine of the pair.
 
     Handoffs and seeds depend on the leg and on the prompt's index alone, so both workers of a pair have the
     same ones, and so has every later leg of the request.
@@ -67,10 +70,12 @@ async def leg_requests(
             text = f"outputs of prompt {output.index}, of {len(requests)}; each prompt may have them once"
             raise InvalidRequestError(f"{text}, and the first has the index 0")
         outputs[output.index] = output
+    is_accepted = is_trusted and (leg.kind == "decode" or bool(leg.outputs))
     found = []
     for index, request in enumerate(requests):
         seed = (leg.seed + index) % SEED_LIMIT
-        request = replace(request, leg=leg.id, handoff=_handoff(leg, index), seed=seed)
+        handoff = _handoff(leg, index)
+        request = replace(request, leg=leg.id, handoff=handoff, seed=seed, is_accepted=is_accepted)
         if (given := outputs.get(index)) is not None:
             request = await _begun(request, given, encoder)
         found.append(request)

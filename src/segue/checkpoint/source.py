@@ -118,6 +118,7 @@ def resolve_weights(
     """As `resolve`, for new weights of a model that is `served`: a directory needs no config.json then.
 
     Trainers that save each step write the safetensors files alone. Those files must fit the served model.
+    `revision` is that of the served repository; a local file or directory of the same name has none.
     """
     model_files.check_path(model)
     path = os.path.expanduser(model)
@@ -128,7 +129,7 @@ def resolve_weights(
         and any(os.path.exists(os.path.join(path, name)) for name in (model_files.SINGLE, model_files.INDEX))
     )
     if not is_bare:
-        return resolve(model, load_format, cache_dir, revision=revision)
+        return resolve(model, load_format, cache_dir, revision=None if _is_local(model) else revision)
     directory = Path(path).resolve()
     return ModelSource(
         name=directory.name,
@@ -170,24 +171,34 @@ def _check_has_revisions(revision: str | None, what: str) -> None:
         )
 
 
+def _is_local(model: str) -> bool:
+    """Whether `model` is a file or directory that may be read.
+
+    Raises:
+        ModelFileError: the file system does not tell.
+    """
+    path = Path(os.path.expanduser(model))
+    try:
+        # The empty string is no model, although `Path("")` is the current directory.
+        return model != "" and model_files.may_be_at(path) and path.exists()
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot open model {model_files.short_path(model)}: {error.strerror}"
+        ) from error
+
+
 def _locate(model: str, load_format: LoadFormat, revision: str | None) -> tuple[str, Path]:
     """Return the short name of `model`, and its directory or GGUF file."""
     model_files.check_path(model)
     path, shown = Path(os.path.expanduser(model)), model_files.short_path(model)
-    is_allowed = model_files.may_be_at(path)
-    try:
-        # The empty string is no model, although `Path("")` is the current directory.
-        is_local = model != "" and is_allowed and path.exists()
-    except OSError as error:
-        raise ModelFileError(f"cannot open model {shown}: {error.strerror}") from error
-    if is_local:
+    if _is_local(model):
         _check_has_revisions(revision, f"model {shown}")
         return path.resolve().name.removesuffix(".gguf"), path.resolve()
     is_hub_id = path.suffix != ".gguf" and hub.parse_id(model) is not None
     if is_hub_id and model_files.current.get().hub:
         return model, hub.fetch(model, weights=load_format != "dummy", revision=revision)
     how = "; to fetch it from the hub, start the server with --weights-from-hub" if is_hub_id else ""
-    if not is_allowed:  # the same text whether the path exists or not
+    if not model_files.may_be_at(path):  # the same text whether the path exists or not
         raise ModelFileError(f"model {shown} is not within the directories of --weights-root{how}")
     raise ModelFileError(
         f"model {shown} does not exist: give a directory, a GGUF file or a hub id (owner/name, or "

@@ -21,7 +21,7 @@ class _Check(NamedTuple):
     """What is checked, and whether it may take longer."""
 
     spec: GrammarSpec
-    is_resumed: bool
+    is_accepted: bool
 
 
 class GrammarChecks:
@@ -34,10 +34,10 @@ class GrammarChecks:
         self._known: OrderedDict[_Check, str] = OrderedDict()  # the reason; "": it is right
         self._checking: dict[_Check, asyncio.Future[str]] = {}
 
-    async def check(self, all_options: Iterable[SamplingOptions], *, is_resumed: bool = False) -> None:
+    async def check(self, all_options: Iterable[SamplingOptions], *, is_accepted: bool = False) -> None:
         """Check the grammars of a call's options in a thread.
 
-        With ``is_resumed`` another engine has begun the call, so what takes long here is not refused.
+        With ``is_accepted`` another engine decides what is too slow, so a grammar may take longer here.
 
         Raises:
             InvalidRequestError: the first that is wrong or not supported, or the model cannot be guided.
@@ -50,7 +50,7 @@ class GrammarChecks:
                 missing = "EOS token" if self._has_tokenizer else "tokenizer"
                 text = f"{name}: this model has no {missing}, so its output cannot be guided; leave it out"
                 raise InvalidRequestError(text, param=name)
-            if reason := await self._reason(_Check(spec, is_resumed)):
+            if reason := await self._reason(_Check(spec, is_accepted)):
                 kind = spec.kind.replace("_", " ")
                 raise InvalidRequestError(f"{name}: the {kind} cannot be used: {reason}", param=name)
 
@@ -72,7 +72,7 @@ class GrammarChecks:
 
 def _reason(check: _Check) -> str:
     try:
-        grammars.check(check.spec, is_resumed=check.is_resumed)
+        grammars.check(check.spec, is_accepted=check.is_accepted)
     except grammars.GrammarError as error:
         return str(error)
     return ""

@@ -53,6 +53,7 @@ class GenerateRequest:
     outputs: Sequence[int] = ()  # output tokens that the client has already; the request goes on behind them
     output_logprobs: Sequence[TokenLogprob] = ()  # one per output token, if they were requested
     output_end: Finished | None = None  # how the output ended; then nothing is left to generate
+    is_accepted: bool = False  # whether another engine decides if its grammar is too slow
     shares_kv: bool = True  # whether it uses the prefix cache
     cache_salt: str = ""  # it shares KV with requests of the same salt only
     keeps_marks: bool = False  # whether its text has the marks of tool calls and reasoning, special or not

@@ -182,8 +182,8 @@ class PromptEncoder:
             ContextLengthError: a prompt, or a prompt with its ``max_tokens``, does not fit the context.
         """
         all_options = {id(request.options): request.options for request in requests}.values()
-        is_resumed = any(request.outputs for request in requests)  # which another engine has made
-        await self.grammars.check(all_options, is_resumed=is_resumed)
+        is_accepted = any(request.is_accepted for request in requests)
+        await self.grammars.check(all_options, is_accepted=is_accepted)
         num = sum(num_entries(options) + len(options.stop) for options in all_options)
         cost = sum(map(_cost, requests)) + CHARS_PER_ENTRY * num
         if cost <= INLINE_COST and len(requests) <= INLINE_REQUESTS:

@@ -18,9 +18,9 @@ LIMITS = LLParserLimits(initial_lexer_fuel=MAX_FIRST_WORK)
 # Seconds of CPU time, of a thread. 300 properties with dates take 0.2 s to compile; the first mask of what is
 # no trap takes a few milliseconds.
 MAX_COMPILE_S, MAX_MASK_S = 0.5, 0.1
-# How many times as long the grammar of a request may take that another engine has begun. It was accepted
-# there, and must not be refused because this machine is slower. Its work is bounded as that of the others.
-RESUMED_PATIENCE = 10
+# How many times as long a grammar may take that another engine accepts or refuses: it must not be refused
+# because this machine is slower. Its work is bounded as that of the others.
+ACCEPTED_PATIENCE = 10
 END = 256  # the token that ends the output
 
 
@@ -42,13 +42,13 @@ def _tokenizer() -> LLTokenizer:
     return LLTokenizer(ByteVocabulary())  # type: ignore[arg-type] # it has what a `TokenizerWrapper` has
 
 
-def what_is_wrong(grammar: str, *, is_resumed: bool = False) -> str:
+def what_is_wrong(grammar: str, *, is_accepted: bool = False) -> str:
     """Compile a grammar, given in llguidance's form, and compute its first mask; other threads go on.
 
-    With ``is_resumed`` another engine has accepted it, and it may take longer here. Returns why the grammar
-    cannot be used; "": it can.
+    With ``is_accepted`` another engine decides whether it is too slow, and it may take longer here. Returns
+    why the grammar cannot be used; "": it can.
     """
-    patience = RESUMED_PATIENCE if is_resumed else 1
+    patience = ACCEPTED_PATIENCE if is_accepted else 1
     most_compile_s, most_mask_s = MAX_COMPILE_S * patience, MAX_MASK_S * patience
     began = time.thread_time()
     matcher = LLMatcher(_tokenizer(), grammar, log_level=0, limits=LIMITS)

@@ -57,10 +57,10 @@ def to_llguidance(spec: GrammarSpec) -> str:
         raise GrammarError(reason_of(str(error) or type(error).__name__)) from None
 
 
-def check(spec: GrammarSpec, *, is_resumed: bool = False) -> None:
+def check(spec: GrammarSpec, *, is_accepted: bool = False) -> None:
     """Check a grammar as far as that is possible without the vocabulary; it may take part of a second.
 
-    With ``is_resumed`` another engine has accepted it, and it may take longer to begin here.
+    With ``is_accepted`` another engine decides whether it is too slow, and it may take longer here.
 
     Raises:
         GrammarError: it is too large, wrong, uses what llguidance does not support, or takes too long to
@@ -72,7 +72,7 @@ def check(spec: GrammarSpec, *, is_resumed: bool = False) -> None:
     is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
         raise GrammarError(reason_of(" ".join(problems)))
-    if reason := beginning.what_is_wrong(grammar, is_resumed=is_resumed):
+    if reason := beginning.what_is_wrong(grammar, is_accepted=is_accepted):
         raise GrammarError(reason_of(reason))
 
 

@@ -75,7 +75,7 @@ class RouterConfig(Options):
     )
     worker_admin_key: str | None = _workers(
         None,
-        "Admin key of the engines, for /watch and control routes; default: --worker-api-key.",
+        "Admin key of the engines, for /watch, control routes and legs; default: --worker-api-key.",
         check=check_key,
     )
     worker_ca: str | None = _workers(

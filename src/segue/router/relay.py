@@ -61,16 +61,22 @@ class Relay:
         registry: Registry,
         sizes: BytesPerToken,
         headers: Headers,
+        foreign_headers: Headers,
         request: ClientRequest,
         resume_timeout_s: float,
         trace: RequestTrace | None = None,
     ) -> None:
-        """Take a request; ``headers`` are those that workers get, with their key; ``trace`` is its own."""
+        """Take a request; ``trace`` is its own.
+
+        ``headers`` are those that engines get, with their admin key, without which they believe a leg less.
+        Foreign workers get ``foreign_headers``.
+        """
         self._trace = trace
         self._incomplete: str | None = "the client has left"  # why the reply is not complete; None: it is
         self._registry = registry
         self._sizes = sizes
         self._headers = headers
+        self._foreign_headers = foreign_headers
         self._request = request
         self._resume_timeout_s = resume_timeout_s
         self._splice = Splice()
@@ -238,7 +244,7 @@ class Relay:
         if worker.is_foreign:
             trace = self._leg_trace("foreign", worker)
             foreign = ForeignLeg(registry, registry.begin(answering, now, keys), reply, trace)
-            await foreign.run(request, self._headers)
+            await foreign.run(request, self._foreign_headers)
             return
         if isinstance(choice, Pair | SecondClaim):
             assert self._prefill is not None

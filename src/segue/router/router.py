@@ -35,6 +35,8 @@ from segue.tracing.context import passed_on
 from segue.tracing.opening import tracer_of
 from segue.tracing.tracer import Tracer
 
+CONTENT_TYPE = (b"content-type", b"application/json")
+
 
 @dataclass(slots=True, eq=False)
 class Router:
@@ -216,13 +218,16 @@ class Router:
         self.check_open()
         path, request_id = scope["path"], id_of(scope)
         request = ClientRequest.create(path, body, self.sizes.facts(path, body))
-        headers, trace = [*self._headers(), (HEADER, request_id.encode())], None
+        own, trace = [CONTENT_TYPE, (HEADER, request_id.encode())], None
         if self.tracer is None:
-            headers += passed_on(scope["headers"])
+            own += passed_on(scope["headers"])
         else:
             began = arrival_of(scope)
             trace = RequestTrace.begin(self.tracer, scope["headers"], path, request_id, began)
-        return Relay(self.registry, self.sizes, headers, request, self.config.resume_timeout_s, trace)
+        headers, foreign = [*self.admin_header, *own], [*self._api_header, *own]
+        return Relay(
+            self.registry, self.sizes, headers, foreign, request, self.config.resume_timeout_s, trace
+        )
 
     def pass_through(self, path: str, body: bytes | None = None) -> Passthrough:
         """Returns what answers a client by a worker's own reply; raises as :meth:`relay` does.
@@ -230,10 +235,12 @@ class Router:
         ``body`` is that of a POST; None: the request is a GET.
         """
         self.check_open()
-        return Passthrough(self.registry, self._headers(), path, body, self.config.resume_timeout_s)
+        headers = [CONTENT_TYPE, *self._api_header]
+        return Passthrough(self.registry, headers, path, body, self.config.resume_timeout_s)
 
-    def _headers(self) -> Headers:
-        return [(b"content-type", b"application/json"), *key_header(self.config.worker_api_key)]
+    @property
+    def _api_header(self) -> Headers:
+        return key_header(self.config.worker_api_key)
 
 
 def _log_failure(watching: asyncio.Task[None]) -> None:
@@ -259,7 +266,7 @@ async def for_workers(request: Request) -> WorkerRequest:
         method=request.method.encode(),
         path=request.scope["path"].encode() + (b"?" + query if query else b""),
         headers=[
-            (b"content-type", b"application/json"),
+            CONTENT_TYPE,
             *router.admin_header,
             *passed_on(request.scope["headers"]),
         ],

@@ -110,6 +110,14 @@ class Gate:
         if not hmac.compare_digest(given[0], given[-1]):
             raise AuthenticationError(f"the two headers have different keys: send one, {one}")
 
+    def has_key(self, headers: Headers, access: Access) -> bool:
+        """Whether ``headers`` carry a key of the level, or the level needs none."""
+        try:
+            self.check_key(headers, access)
+        except AuthenticationError:
+            return False
+        return True
+
 
 Refusal = Callable[[SegueError, str], Response]  # makes the answer to an error, for a path
 

@@ -81,7 +81,8 @@ async def _answer(
         raise RequestTooLargeError(f"{text}; send less, or raise --max-body-mib")
     check_role(leg, runtime.manager.role)
     call = await kind.parse(runtime, leg.body, leg.id)
-    requests = await leg_requests(leg, call.requests, runtime.manager.encoder)
+    is_trusted = request.app.state.gate.has_key(dict(request.scope["headers"]), Access.ADMIN)
+    requests = await leg_requests(leg, call.requests, runtime.manager.encoder, is_trusted=is_trusted)
     call = _with(call, leg, requests)
     alias = id_of(request.scope)  # the router passes its client's on
     start = runtime.manager.submit(requests, call.batch_id, is_streamed=True, alias=alias, trace=trace)

@@ -8,8 +8,8 @@ from segue.config import MIB
 from segue.errors import RequestTooLargeError
 
 
-async def read_bytes(request: Request, limit_mib: int) -> bytes:
-    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB.
+async def read_bytes(request: Request, limit_mib: int, remedy: str = "raise --max-body-mib") -> bytes:
+    """Returns the body; raises RequestTooLargeError above ``limit_mib`` MiB, which names the ``remedy``.
 
     A body whose ``Content-Length`` is above the limit is not read. Where that header is absent or wrong, the
     received bytes are counted.
@@ -26,5 +26,5 @@ async def read_bytes(request: Request, limit_mib: int) -> bytes:
             chunks.append(chunk)
         else:  # the body ended within the limit
             return b"".join(chunks)
-    text = f"the body is larger than {limit_mib} MiB; send less, or raise --max-body-mib"
+    text = f"the body is larger than {limit_mib} MiB; send less, or {remedy}"
     raise RequestTooLargeError(text)

@@ -175,7 +175,8 @@ class TrainerGroup:
                 return
             joined = self._make(store)
         except Exception as error:
-            self._error, self._store = error, None
+            # The frames of its traceback would keep the store, and so its port.
+            self._error, self._store = error.with_traceback(None), None
             self.has_met.set()
             return
         with self._lock:

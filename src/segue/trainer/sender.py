@@ -243,16 +243,20 @@ class WeightSender:
         first = urlsplit(self._engines[0].url)  # all engines get the address that suits this one
         address = self.master_address or own_address(first.hostname or "", first.port or 80)
         listener = listen_at(self.master_port)
-        join = operations.JoinGroup(
-            master_address=bracketed(address),
-            master_port=listener.getsockname()[1],
-            rank_offset=0,
-            world_size=1 + sum(sizes),
-            group_name=self.group_name,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout_s=self.timeout_s,
-        )
-        hosted = TrainerGroup(join.group, device, self.timeout_s, self.max_ctas, listener)
+        try:
+            join = operations.JoinGroup(
+                master_address=bracketed(address),
+                master_port=listener.getsockname()[1],
+                rank_offset=0,
+                world_size=1 + sum(sizes),
+                group_name=self.group_name,
+                backend="nccl" if device.type == "cuda" else "gloo",
+                timeout_s=self.timeout_s,
+            )
+            hosted = TrainerGroup(join.group, device, self.timeout_s, self.max_ctas, listener)
+        except BaseException:
+            listener.close()
+            raise
 
         def ask(index: int, engine: Endpoint) -> Answer:
             rank_offset = 1 + sum(sizes[:index])

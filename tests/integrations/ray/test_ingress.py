@@ -149,6 +149,7 @@ def test_its_own_errors_have_the_form_of_the_route(path: str) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://serve/llm") as client:
             too_large = await client.post(path, content=b" " * (1 << 20) + b" ")
             assert (too_large.status_code, code_of(path, too_large.json())) == (413, "request_too_large")
+            assert "larger max_body_mib in its RouterConfig" in too_large.text and "--" not in too_large.text
             response = await ingress(
                 Request({"type": "http", "method": "POST", "path": path, "headers": []}, Body(body()))
             )

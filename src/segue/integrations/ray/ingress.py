@@ -24,6 +24,7 @@ HOP_BY_HOP = {
     *("transfer-encoding", "upgrade", "host", "content-length"),
 }
 CONNECT_S = 5.0
+RAISE = "start the fleet with a larger max_body_mib in its RouterConfig and its EngineConfig"
 AWAY = "the fleet's router cannot be reached; it is started again if it has died, so try again"
 
 
@@ -57,7 +58,7 @@ class FleetIngress:
             reply = await self._session.request(
                 request.method,
                 f"{router.url}{own_path(request)}",
-                data=await read_bytes(request, router.max_body_mib),
+                data=await read_bytes(request, router.max_body_mib, RAISE),
                 headers=kept(request.headers.items()),
                 allow_redirects=False,
             )
