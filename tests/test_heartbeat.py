@@ -87,3 +87,27 @@ def test_a_frontend_that_does_not_read_does_not_stop_the_pulse(socket: zmq.Socke
             assert thread.is_alive()
             time.sleep(0.001)
     assert not thread.is_alive()
+
+
+class ClearedLate(threading.Event):
+    """An event that is set between the end of a wait and `clear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_due = threading.Event()
+
+    def clear(self) -> None:
+        self.is_due.set()
+        self.wait(20)
+        super().clear()
+
+
+def test_the_pulse_ends_even_if_it_was_about_to_send_a_heartbeat(socket: zmq.Socket[bytes]) -> None:
+    heartbeats = send_heartbeats(socket.context, "inproc://nowhere", 0, ping_s=0.005)
+    turn = heartbeats.__enter__()
+    turn.hurry = hurry = ClearedLate()
+    assert hurry.is_due.wait(20)
+    end = threading.Thread(target=heartbeats.__exit__, args=(None, None, None), daemon=True)
+    end.start()
+    end.join(20)
+    assert not end.is_alive()

@@ -102,7 +102,10 @@ def send_heartbeats(context: zmq.Context[Any], address: str, rank: int, ping_s: 
         socket = context.socket(zmq.PUSH)
         try:
             socket.connect(address)
-            while not (turn.hurry.wait(period) and stopped.is_set()):
+            while True:
+                turn.hurry.wait(period)
+                if stopped.is_set():  # also if `clear` below has just met the last `set`
+                    return
                 turn.hurry.clear()
                 beat = Heartbeat(rank, turn.seconds(clock.read(time.monotonic())), turn.owner_lost)
                 with suppress(zmq.Again):  # 1,000 heartbeats are unread: drop this one
