@@ -27,6 +27,12 @@ def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
 
 
+@triton.jit
+def _splits_of(lens, is_row, share, MAX_SPLITS: tl.constexpr):
+    """Return how many splits rows of these lengths have; 0 where there is no row."""
+    return tl.where(is_row, tl.minimum(tl.maximum(tl.cdiv(lens, share), 1), MAX_SPLITS), 0)
+
+
 @triton.jit(do_not_specialize=["rows", "max_items"])
 def plan_decode(
     kv_lens,
@@ -60,12 +66,12 @@ def plan_decode(
     j = tl.arange(0, ALL)
     lens = tl.load(kv_lens + j, mask=j < count, other=0)
     share = tl.maximum(tl.cdiv(tl.sum(lens, 0), max_items - rows), MIN_KEYS)
-    splits = tl.where(j < count, tl.minimum(tl.maximum(tl.cdiv(lens, share), 1), MAX_SPLITS), 0)
+    splits = _splits_of(lens, j < count, share, MAX_SPLITS)
     used = tl.sum(splits, 0)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own_len = tl.load(kv_lens + i, mask=i < count, other=0)
     own_slot = tl.load(slots + i, mask=i < count, other=0).to(tl.int32)
-    own = tl.where(i < count, tl.minimum(tl.maximum(tl.cdiv(own_len, share), 1), MAX_SPLITS), 0)
+    own = _splits_of(own_len, i < count, share, MAX_SPLITS)
     before = (lens[None, :] > own_len[:, None]) | (
         (lens[None, :] == own_len[:, None]) & (j[None, :] < i[:, None])
     )
