@@ -23,6 +23,7 @@ import pytest
 from tests.support.child import start_child
 from tests.support.held_steps import StepGate
 from tests.support.polling import rest
+from tests.support.shared_client import shared_client
 
 T = TypeVar("T")
 MODEL = "SmolLM2-135M-Instruct"
@@ -97,7 +98,7 @@ class Client:
     def __init__(self, served: Served, gate: StepGate | None = None) -> None:
         self.served = served
         self.gate = gate
-        self.http = httpx.Client(base_url=served.url, timeout=60, limits=httpx.Limits(max_connections=None))
+        self.http = shared_client(base_url=served.url, timeout=60)
         self._threads = ThreadPoolExecutor(64)
 
     def close(self) -> None:

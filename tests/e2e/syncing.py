@@ -18,6 +18,7 @@ from tests.checkpoint import tiny
 from tests.e2e.served import Served, serve
 from tests.support.polling import rest
 from tests.support.ports import free_port
+from tests.support.shared_client import shared_client
 from tests.weight_update.conftest import Trainer
 
 DEADLINE_S = 60.0
@@ -77,7 +78,7 @@ class Syncing:
     port: int = 0
 
     def __post_init__(self) -> None:
-        self.clients = [httpx.Client(base_url=server.url, timeout=DEADLINE_S) for server in self.servers]
+        self.clients = [shared_client(base_url=server.url, timeout=DEADLINE_S) for server in self.servers]
 
     @property
     def http(self) -> httpx.Client:

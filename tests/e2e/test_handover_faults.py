@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.e2e.served import Served, greedy, serve
+from tests.support.shared_client import shared_client
 from tests.support.tcp_proxy import TcpProxy
 
 NUM_KV_TOKENS = 512
@@ -54,7 +55,7 @@ class TwoEngines:
         self._logs = logs
         self._stack = ExitStack()
         self._files: dict[str, IO[str]] = {}
-        self.http = httpx.Client(timeout=90, limits=httpx.Limits(max_connections=None))
+        self.http = shared_client(timeout=90)
         self.threads = ThreadPoolExecutor(256)
         self.prefill = self.start("prefill", "--disaggregation-bootstrap-port=0")
         self.decode = self.start("decode")

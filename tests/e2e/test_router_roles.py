@@ -18,6 +18,7 @@ from segue.messages.control import PauseMode
 from tests.e2e.served import greedy
 from tests.e2e.test_router import routing, until
 from tests.server.live import LiveServer
+from tests.support.shared_client import shared_client
 
 NUM_CLIENTS = 4
 PROMPTS = [[*range(start, start + 20)] for start in range(5, 11)]
@@ -159,7 +160,7 @@ def test_guided_output_that_is_handed_over_and_paused_is_that_of_one_engine(
     ]
     expected = [ask(engines[1], body).json() for body in bodies]
     adopted = sum(map(num_adopted, engines))
-    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(len(bodies)) as threads:
+    with shared_client(base_url=url, timeout=60) as http, ThreadPoolExecutor(len(bodies)) as threads:
         futures = [threads.submit(http.post, "/generate", json=body) for body in bodies]
         num_interrupted, made = 0, num_generated(engines)
         while num_interrupted < 6 and not all(future.done() for future in futures):

@@ -25,6 +25,7 @@ from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, file_of, split, tensors_
 from tests.gms import running as gms
 from tests.gms.relay import Relay, relaying
 from tests.support.shadows import ShadowProcess
+from tests.support.shared_client import shared_client
 from tests.weight_update.conftest import trainer_address as trainer_address
 from tests.weight_update.updating import rank_of
 
@@ -181,7 +182,7 @@ def new_cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 def http_of(engine: ShadowProcess) -> httpx.Client:
-    return httpx.Client(base_url=engine.url, timeout=60)
+    return shared_client(base_url=engine.url, timeout=60)
 
 
 def facts(engine: ShadowProcess) -> tuple[int, str]:

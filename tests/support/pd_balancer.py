@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.shared_client import shared_client
+
 WARM_UP_HOST = "2.2.2.2"
 MAX_ROOM = 2**63 - 1
 WAIT_S = 60.0  # for a reply
@@ -25,7 +27,7 @@ class PDBalancer:
         self._urls = prefill, decode
         self._host, self._port = host, port
         self._random = Random(1)
-        self._http = httpx.Client(timeout=WAIT_S, limits=httpx.Limits(max_connections=None))
+        self._http = shared_client(timeout=WAIT_S)
         self._threads = ThreadPoolExecutor(64)
         self.prefills: list[Future[httpx.Response]] = []  # the prefill engine's replies, which nobody reads
 

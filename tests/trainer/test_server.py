@@ -22,6 +22,7 @@ from segue.trainer.model import TrainedModel
 from segue.trainer.server import EndpointBody, Trainer, make_server, run
 from tests.conftest import WaitUntil
 from tests.support.ports import free_port
+from tests.support.shared_client import shared_client
 from tests.support.tiny_model import CONFIG, write_model
 from tests.trainer.conftest import FakeEngine
 from tests.trainer.fake_engine import describe
@@ -30,7 +31,7 @@ from tests.trainer.fake_engine import describe
 class Client:
     def __init__(self, url: str, trainer: Trainer) -> None:
         self.model, self.trainer = trainer.model, trainer
-        self.http = httpx.Client(base_url=url, timeout=30)
+        self.http = shared_client(base_url=url, timeout=30)
 
     def post(self, path: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
         reply = self.http.post(path, json=body)
