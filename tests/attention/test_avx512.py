@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.attention.avx512 import AVX512Attention
+from segue.attention.avx512 import AVX512Attention, AVX512InvariantAttention
 from segue.kernels.cpu.build import kernels
 from tests.attention.case import Case
 
@@ -19,6 +19,7 @@ def case(
     kv_heads: int = 2,
     group: int = 3,
     head_dim: int = 64,
+    make: type[AVX512Attention] = AVX512Attention,
 ) -> Case:
     return Case(
         q_lens,
@@ -29,7 +30,7 @@ def case(
         group=group,
         head_dim=head_dim,
         dtype=torch.bfloat16,
-        make=AVX512Attention,
+        make=make,
     )
 
 
@@ -81,6 +82,7 @@ def batches(draw: st.DrawFn) -> Case:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 5)),
         head_dim=draw(st.sampled_from([64, 128])),
+        make=draw(st.sampled_from([AVX512Attention, AVX512InvariantAttention])),
     )
 
 

@@ -1,4 +1,9 @@
-"""Attention on CPUs with AVX512-BF16, by the kernels of `segue.kernels.cpu`, which read the pool in place."""
+"""Attention on CPUs with AVX512-BF16, by the kernels of `segue.kernels.cpu`, which read the pool in place.
+
+The kernel for prompts packs the keys and values of a sequence first, and adds up in an order that depends
+only on a query's place in its sequence. The one for decode rows reads them where they are, divides long
+contexts into parts, and adds up in another order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from segue.kvcache.pool import KVPool
 
 
 class AVX512Attention(AttentionBackend):
-    """One call for all decode rows, and one per prompt."""
+    """One call for all decode rows, and one for all prompts."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
@@ -28,12 +33,8 @@ class AVX512Attention(AttentionBackend):
         output = query.new_empty(query.shape)
         if ctx.num_decode:
             self._decode(query, output, layer, ctx)
-        for slot, start, q_len, kv_len in ctx.prompts():
-            blind = max(0, q_len - kv_len)  # queries that attend to no key, whose output is 0
-            output[start : start + blind] = 0
-            tokens = slice(start + blind, start + q_len)
-            if kv_len:
-                self._prefill(query[tokens], output[tokens], layer, ctx.page_table.data[slot], kv_len)
+        if ctx.has_prefill:
+            self._prefill(query, output, layer, ctx, first=ctx.num_decode)
         return output
 
     def _decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
@@ -53,20 +54,33 @@ class AVX512Attention(AttentionBackend):
             self._scale,
         )
 
-    def _prefill(self, query: Tensor, output: Tensor, layer: int, pages: Tensor, kv_len: int) -> None:
-        """Attend for the last tokens of one sequence, which has `kv_len` tokens in `pages`.
-
-        `query` and `output` are `[q_len, heads, head_dim]`, with `q_len <= kv_len`.
-        """
+    def _prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context, first: int) -> None:
+        """Attend for the sequences from number `first` on, with any number of tokens each."""
         self._library.prefill_attention(
             query.data_ptr(),
             query.stride(0),
             self._pool.key_rows[layer].data_ptr(),
             self._pool.value_rows[layer].data_ptr(),
-            pages.data_ptr(),
+            ctx.page_table.data.data_ptr(),
+            ctx.page_table.data.stride(0),
+            ctx.slots_device.data_ptr(),
+            ctx.cu_seqlens_q_device.data_ptr(),
+            ctx.kv_lens_device.data_ptr(),
             output.data_ptr(),
-            len(query),
-            kv_len,
+            first,
+            len(ctx.slots),
             *self._sizes,
             self._scale,
         )
+
+
+class AVX512InvariantAttention(AVX512Attention):
+    """Batch-invariant: decode rows are prompts of one token."""
+
+    def forward(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
+    ) -> Tensor:
+        """Attend for all sequences; see `AttentionBackend.forward`. `key` and `value` are not read."""
+        output = query.new_empty(query.shape)
+        self._prefill(query, output, layer, ctx, first=0)
+        return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NoReturn, Protocol
@@ -55,14 +55,6 @@ class Context:
     blocks: Tensor | None = None  # the backend's blocks of the sequences after the decode rows
     num_tokens: Tensor | None = None  # int32 [1], tokens without the padding at the end; None: unknown
     num_logits_indices: Tensor | None = None  # int32 [1], `logits_indices` without their padding
-
-    def prompts(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields each sequence after the decode rows: slot, first token in the step, `q_len` and `kv_len`."""
-        start = sum(self.q_lens[: self.num_decode])  # the decode rows' tokens come first
-        columns = (self.slots, self.q_lens, self.kv_lens)
-        for slot, q_len, kv_len in zip(*(each[self.num_decode :] for each in columns), strict=True):
-            yield slot, start, q_len, kv_len
-            start += q_len
 
     @property
     def has_prefill(self) -> bool:

@@ -69,6 +69,15 @@ class GatheringAttention(AttentionBackend):
         num_rows = pool.data.numel() // shape.head_dim
         self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
 
+    @staticmethod
+    def _prompts(ctx: Context) -> Iterator[tuple[int, int, int, int]]:
+        """Yields each sequence after the decode rows: slot, first token in the step, `q_len` and `kv_len`."""
+        start = sum(ctx.q_lens[: ctx.num_decode])  # the decode rows' tokens come first
+        columns = (ctx.slots, ctx.q_lens, ctx.kv_lens)
+        for slot, q_len, kv_len in zip(*(each[ctx.num_decode :] for each in columns), strict=True):
+            yield slot, start, q_len, kv_len
+            start += q_len
+
 
 class CPUAttention(GatheringAttention):
     """Packed GEMMs over gathered keys; `prepare` lays out the indices and masks once per step.
@@ -224,7 +233,7 @@ class CPUAttention(GatheringAttention):
         Keys are gathered only where some are of earlier steps. A short sequence gets a mask, except where it
         is the plain causal one, which the fused call has built in.
         """
-        for slot, start, q_len, kv_len in ctx.prompts():
+        for slot, start, q_len, kv_len in self._prompts(ctx):
             num_seeing = min(q_len, kv_len)  # with more queries than keys, the first ones attend to no key
             if not num_seeing:
                 continue

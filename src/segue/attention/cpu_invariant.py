@@ -122,7 +122,7 @@ class InvariantCPUAttention(cpu.GatheringAttention):
         Queries that attend to no key are left out. `num_visible` is each row's number of keys, that of the
         last token for the rows that fill the tile up.
         """
-        for slot, start, q_len, kv_len in ctx.prompts():
+        for slot, start, q_len, kv_len in self._prompts(ctx):
             fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
             per_tile = max(fitting, default=self._rows[0]) // self._group
             end = start + q_len

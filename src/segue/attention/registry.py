@@ -323,6 +323,7 @@ _BACKENDS = {
         ("fa3", _FA3, "fa3:FA3Attention"),
         ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
         ("avx512", _AVX512, "avx512:AVX512Attention"),
+        ("avx512-invariant", replace(_AVX512, deterministic=True), "avx512:AVX512InvariantAttention"),
         ("cpu", _CPU, "cpu:CPUAttention"),
         ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
     )

@@ -38,7 +38,7 @@ _ARGUMENTS = {
     "norm_rope_store": [_POINTER, _POINTER, c_float, *[_POINTER] * 5, *[_SIZE] * 4],
     "silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE],
     "decode_attention": [_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 3, *[_SIZE] * 6, c_float],
-    "prefill_attention": [_POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 7, c_float],
+    "prefill_attention": [_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 4, *[_SIZE] * 7, c_float],
 }
 
 
@@ -74,7 +74,7 @@ def _file_name() -> str:
 
 
 def _find() -> Path:
-    """Return the library beside its source, as in an image, or in the user's cache; it is made there if need be.
+    """Return the library beside its source, as in an image, or else in the user's cache, made if need be.
 
     Raises:
         OSError: there is no compiler, or the cache cannot be written.
@@ -97,7 +97,9 @@ def compile_into(directory: Path) -> Path:
     """
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
-        raise FileNotFoundError(f"there is no C++ compiler {compiler!r}; install g++, or set CXX to another one")
+        raise FileNotFoundError(
+            f"there is no C++ compiler {compiler!r}; install g++, or set CXX to another one"
+        )
     logger.info("compiling the CPU's kernels with %s, once", compiler)
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / _file_name()
