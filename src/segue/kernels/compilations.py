@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
+_one_at_a_time = threading.Lock()  # engines of one process that start at the same time
+_MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
 _UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -54,24 +56,25 @@ def compiled_together(device: torch.device, num_ranks: int = 1) -> Iterator[Comp
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    found, own, launch = Compilations(), threading.get_ident(), JITFunction.run
+    found, own = Compilations(), threading.get_ident()
 
     def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         """Take the place of a launch; other threads launch as ever."""
         return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
 
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    JITFunction.run = run
-    try:
-        with (
-            listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
-            _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
-            AsyncCompileMode(compilers),
-            _Zeros(),
-        ):
-            yield found
-    finally:
-        JITFunction.run = launch
+    num_threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    with _one_at_a_time:
+        launch, JITFunction.run = JITFunction.run, run
+        try:
+            with (
+                listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
+                _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
+                AsyncCompileMode(compilers),
+                _Zeros(),
+            ):
+                yield found
+        finally:
+            JITFunction.run = launch
 
 
 @contextmanager

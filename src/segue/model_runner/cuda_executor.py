@@ -15,7 +15,7 @@ from segue.attention.base import PagedBackend
 from segue.kernels.compilations import Compilations, compiled_together
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
-from segue.memory import backing
+from segue.memory import backing, tensor_ops
 from segue.messages.control import EngineLimits, GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
@@ -157,6 +157,8 @@ class CUDAExecutor(StepExecutor):
                 for size in warm_up.captured_sizes(self._graphs["decode"].to_capture, steps):
                     self._run_decode(size)
             warm_up.forbid_once(model.config.vocab_size, device)
+            if device.type == "cuda":
+                tensor_ops.warm_up(device, model.embed.weight.dtype)
         self.state.step = 0
         free_garbage()
         return found
