@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner import graphs
 from segue.model_runner.warm_up import SAMPLING, WarmUpStep, all_steps, captured_sizes, representatives
 from tests.support import fake_cuda as fake
-from tests.support.fake_cuda import FakeModel, Variants, recorded
+from tests.support.fake_cuda import QWEN3, FakeModel, Variants, recorded
 
 fake_cuda = fake.fake_cuda
 SOURCE = Path(segue.__file__).parent
@@ -243,3 +244,29 @@ def test_kernels_are_compiled_and_not_launched(
                 assert ids.tolist() == rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
     assert loaded == ["_gather_inputs"] * 2
+
+
+def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.disagg.transports import cuda_ipc
+    from segue.kernels.triton.page_slices import copy_slices
+
+    pool, rng = FakeModel(rows=8, chunk=64, max_seq_len=64).executor.kv, random.Random(3)
+    monkeypatch.setattr(cuda_ipc, "compiled_together", lambda *_: nullcontext())
+    with recorded() as warmed:
+        cuda_ipc.warm_up(pool)
+    head, address = 2 * QWEN3["head_dim"], pool.data.data_ptr()
+    with recorded() as found:
+        for _ in range(60):
+            ours, theirs, pages = (rng.randint(1, 8) for _ in range(3))
+            copy_slices(
+                address + head * rng.randint(0, 7),
+                (1 << 40) + head * rng.randint(0, 7),
+                torch.zeros((2, pages), dtype=torch.int64),
+                num_rows=rng.choice((1, 16, 72, 1800)),
+                source_row=ours * head,
+                target_row=theirs * head,
+                run=min(ours, theirs) * head,
+            )
+    assert found and not missing(found, warmed)
