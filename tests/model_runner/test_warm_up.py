@@ -231,19 +231,20 @@ def test_kernels_are_compiled_and_not_launched(
     from segue.kernels.triton.step_inputs import gather_inputs
 
     loaded: list[str] = []
+    told: list[tuple[int, int]] = []
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     numbers = torch.ones(9, dtype=torch.int32)
     pool = torch.ones((2, 16), dtype=torch.int32)
     for expected in ((2, 0), (0, 0)):  # then both variants are there
-        with compiled_together(torch.device("cpu")) as found:
+        with compiled_together(torch.device("cpu"), 1, lambda *counts: told.append(counts)) as found:
             for count in (1, 9, 2):
                 ids, rows = gather_inputs(
                     numbers[:count], numbers[:count], pool, pool, page_size=4, page_rows=8
                 )
                 assert ids.tolist() == rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
-    assert loaded == ["_gather_inputs"] * 2
+    assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
 
 
 def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(

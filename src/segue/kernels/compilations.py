@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,12 +44,15 @@ class Compilations:
 
 
 @contextmanager
-def compiled_together(device: torch.device, num_ranks: int = 1) -> Iterator[Compilations]:
+def compiled_together(
+    device: torch.device, num_ranks: int = 1, on_kernels: Callable[[int, int], None] | None = None
+) -> Iterator[Compilations]:
     """Compile the kernels that the block launches on this thread, and launch none of them.
 
     When the block has ended, they are all compiled and loaded, and what they would have launched can be
     launched at once. In the block other operators run, and read zeros where a kernel would have written.
-    `num_ranks` processes share the cores of this machine.
+    `num_ranks` processes share the cores of this machine. `on_kernels` is called on this thread with the
+    number of kernels that are there, and of all.
 
     Yields the numbers of kernels, which are complete when the block has ended.
     """
@@ -69,10 +72,13 @@ def compiled_together(device: torch.device, num_ranks: int = 1) -> Iterator[Comp
             with (
                 listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
                 _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
-                AsyncCompileMode(compilers),
-                _Zeros(),
+                AsyncCompileMode(compilers) as mode,
             ):
-                yield found
+                with _Zeros():
+                    yield found
+                for done, _ in enumerate(as_completed(mode.raw_futures), 1):
+                    if on_kernels is not None:
+                        on_kernels(done, len(mode.raw_futures))
         finally:
             JITFunction.run = launch
 

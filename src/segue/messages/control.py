@@ -150,6 +150,7 @@ class StartStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_steps: int
     num_bytes: int = 0
     total_bytes: int = 0  # 0: not known
+    detail: str = ""  # how far it is, in words
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):

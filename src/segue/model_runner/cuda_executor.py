@@ -140,15 +140,22 @@ class CUDAExecutor(StepExecutor):
         return sum(cost.num_graphs for cost in self.graph_costs.values())
 
     @torch.inference_mode()
-    def warm_up(self, limits: EngineLimits, *, captures: bool) -> Compilations:
+    def warm_up(
+        self,
+        limits: EngineLimits,
+        *,
+        captures: bool,
+        on_kernels: Callable[[int, int], None] | None = None,
+    ) -> Compilations:
         """Compile every kernel that a request can lead to, see `warm_up.py`; leaves no trace in the state.
 
         `captures` says whether graphs are captured next: decode graphs have kernels of their own.
+        `on_kernels` is called with the number of kernels that are there, and of all.
         """
         model, device = self.model, self.state.device
         steps = warm_up.row_steps(model, self.backend, limits)
         max_scored = self.logits_bytes // (4 * model.config.vocab_size)
-        with compiled_together(device, model.shard.tp.size) as found, model.distinct_layers():
+        with compiled_together(device, model.shard.tp.size, on_kernels) as found, model.distinct_layers():
             for step in warm_up.all_steps(steps, limits, max_scored=max_scored):
                 self.run(step.plan(self.state.step + 1)).result()
             self._inputs.clear()

@@ -74,6 +74,9 @@ class Startup:
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
     matchers: Matchers | None = None  # of guided requests
     on_bytes: Callable[[int, int], None] | None = None  # while weights are loaded: bytes so far and in all
+    on_kernels: Callable[[int, int], None] | None = (
+        None  # while kernels are compiled: as many so far and in all
+    )
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -317,7 +320,7 @@ class Startup:
             self_check=config.graph_self_check,
         )
         self.executor = executor
-        kernels = executor.warm_up(self.limits, captures=self._captures)
+        kernels = executor.warm_up(self.limits, captures=self._captures, on_kernels=self.on_kernels)
         return 0, f"{kernels.compiled} compiled, {kernels.loaded} loaded from the cache on disk"
 
     def _capture_graphs(self) -> Made:

@@ -157,8 +157,8 @@ def start_runner(
     reports = StartReports(tp.rank, outbox, is_shown=shows_start)
     try:
         source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
-        on_bytes = reports.loaded if shows_start else None
-        runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes)
+        on_bytes, on_kernels = (reports.loaded, reports.compiled) if shows_start else (None, None)
+        runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes, on_kernels)
         return runner, reports.steps
     except Exception as error:
         if not isinstance(error, SegueError):
