@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
+from segue.kernels.cpu import ops as cpu
 from segue.kernels.ops import embed, gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
@@ -76,6 +77,21 @@ class Attention(Layer):
         `[T, heads, head_dim]`.
         """
         heads = self.num_heads + self.num_kv_heads
+        if cpu.usable(qkv) and self.head_dim % 32 == 0:
+            cpu.norm_rope_store(
+                qkv,
+                self.qk_weight,
+                self.eps,
+                *angles,
+                ctx.slot_mapping,
+                ctx.kv.key_rows[self.layer],
+                ctx.kv.value_rows[self.layer],
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            )
+            qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
+            return qkv[:, : self.num_heads], qkv[:, self.num_heads : heads], qkv[:, heads:]
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
         if self.q_norm is not None:
