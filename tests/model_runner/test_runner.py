@@ -41,6 +41,7 @@ STEPS = [
     "attention backend",
     "MoE backend",
     "sampler",
+    "kernels",
     "CUDA graphs",
 ]
 

@@ -100,6 +100,11 @@ class PairedAttention(PagedBackend):
         """See `PagedBackend.queries_per_block`."""
         return self._prefill(tokens).queries_per_block(tokens)
 
+    def row_steps(self, max_rows: int) -> set[int]:
+        """See `PagedBackend.row_steps`."""
+        halves = [self._decode, *(half for _, half in self._sizes)]
+        return {size for size, _ in self._sizes}.union(*(half.row_steps(max_rows) for half in halves))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:

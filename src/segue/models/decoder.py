@@ -1,6 +1,7 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -274,6 +275,21 @@ class Decoder(Layer):
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
         logits = self.collectives.gather(self.lm_head(hidden))
         return None if logits is None else logits[:, : self.config.vocab_size]
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Run only layers that launch different kernels while the block runs, in order to compile these.
+
+        They are the first one, the last one, and one of each kind between them.
+        """
+        layers = self.layers
+        kinds = {cast(DecoderLayer, layer).is_sparse: layer for layer in layers[1:-1]}
+        if kinds:
+            self.layers = nn.ModuleList([layers[0], *kinds.values(), layers[-1]])
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def weights_per_token(self) -> int:
         """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""

@@ -220,6 +220,11 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: 
     return None
 
 
+def row_steps() -> set[int]:
+    """Returns the numbers of rows up to which one of this device's stored plans serves."""
+    return {int(max_rows) for plans in measured_plans(TABLE).values() for max_rows in plans}
+
+
 def _batch_invariant(
     block_m: int, block_n: int, block_k: int, stages: int, warps: int, swap: bool = False
 ) -> GemmPlan:
@@ -294,3 +299,15 @@ def choose_batch_invariant(num_rows: int, size: int, num_sms: int) -> GemmPlan:
         return LARGE_M_PLANS[plan] * waves
 
     return min(LARGE_M_PLANS, key=cost)
+
+
+def batch_invariant_rows(size: int, max_rows: int, num_sms: int) -> set[int]:
+    """Returns the fewest rows with which each plan for a weight of `size` rows is chosen.
+
+    Up to `max_rows` rows there are no further plans: all numbers of rows of a block of 64 have the same one.
+    """
+    found: dict[GemmPlan, int] = {}
+    for rows in (16, 32, *range(_SMALL_M, max_rows + _SMALL_M, _SMALL_M)):
+        rows = min(rows, max_rows)
+        found.setdefault(choose_batch_invariant(rows, size, num_sms), rows)
+    return set(found.values())

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # (EARLY). EARLY is faster while kernels leave the device almost empty (measured: EARLY takes 0.90 ms and LATE
 # 0.95 for a step of one row, 1.65 and 1.58 for a step of 32).
 OFF, LATE, EARLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FEW_ROWS = 8
+FEW_ROWS = 8
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:
     the kernel's code, `launch_pdl` for Triton's launcher.
     """
     pdl = is_hopper()
-    mode = OFF if not pdl else EARLY if rows is not None and rows <= _FEW_ROWS else LATE
+    mode = OFF if not pdl else EARLY if rows is not None and rows <= FEW_ROWS else LATE
     return {"PDL": mode.value, "launch_pdl": pdl, "num_warps": num_warps}
 
 

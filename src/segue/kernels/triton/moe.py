@@ -20,9 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.kernels.triton import moe_gemm
 from segue.kernels.triton.launch import launch_options, measured_plans
-from segue.kernels.triton.moe_routing import sort
+from segue.kernels.triton.moe_routing import CHUNK, sort
 
 TABLE = Path(__file__).parent / "moe.json"
+_FEW_TOKENS = 4  # where nothing was measured, so many tokens are not sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,20 @@ def gemm_by_tile(
     return out
 
 
+def token_steps(per_token: int, num_experts: int, size: int, hidden: int) -> set[int]:
+    """Returns the numbers of tokens up to which one plan serves, or the pairs are sorted by one kernel.
+
+    The arguments are those of `choose`.
+    """
+    measured = measured_plans(TABLE).get(_key(per_token, num_experts, size, hidden), {})
+    return {_FEW_TOKENS, 32 * num_experts // per_token, CHUNK // per_token, *map(int, measured)}
+
+
+def _key(per_token: int, num_experts: int, size: int, hidden: int) -> str:
+    """Returns the key of a shape in the table of measured plans."""
+    return f"{num_experts}x{per_token}x{size}x{hidden}"
+
+
 @cache
 def choose(
     num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
@@ -186,14 +201,13 @@ def choose(
 
     `size` is I and `hidden` H. A stored plan serves up to a number of tokens, and the last one more too.
     """
-    key = f"{num_experts}x{per_token}x{size}x{hidden}"
-    measured = measured_plans(TABLE).get(key, {})
+    measured = measured_plans(TABLE).get(_key(per_token, num_experts, size, hidden), {})
     if dtype == torch.bfloat16:
         for max_tokens, plan in measured.items():
             if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
                 return MoEPlan(plan["block_m"], TileConfig(**plan["gate_up"]), TileConfig(**plan["down"]))
     # The arguments of a TileConfig are block_n, block_k, stages and warps.
-    if num_tokens <= 4:
+    if num_tokens <= _FEW_TOKENS:
         return MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
     wide = dtype == torch.float32
     if wide or num_tokens * per_token <= 32 * num_experts:

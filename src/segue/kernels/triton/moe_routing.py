@@ -14,6 +14,7 @@ from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, p
 
 _TOKENS = tl.constexpr(4)  # tokens per program of `_route`
 _CHUNK = tl.constexpr(2048)  # pairs that a program counts at a time
+CHUNK = _CHUNK.value  # more pairs than these are counted by a kernel of its own
 _PAIRS = tl.constexpr(128)  # pairs that a program of `_sort` puts in their places; a divisor of `_CHUNK`
 _TILES = tl.constexpr(64)  # entries of the table of tiles that a program of `_sort` writes at a time
 _CHUNKS = tl.constexpr(16)  # chunks whose counts a program of `_sort` adds up at a time
