@@ -4,8 +4,8 @@ All runs are bfloat16 and greedy, and ignore EOS. Decode: 128 tokens after promp
 a token's time is ``(t(128 new) - t(1 new)) / 127``, which leaves prefill out. Prefill: the first token after
 a prompt of 1024. The engines take turns, each repetition has its own prompts, and medians are compared.
 Transformers runs with SDPA, its default, and with eager attention, and the better of the two counts; its KV
-cache is its default. Segue has its defaults, but no prefix cache. For its share of the roofline, the speeds of
-memory and arithmetic are measured (`bench.roofline`).
+cache is its default. Segue has its defaults, but no prefix cache. The roofline is by the speeds of memory and
+arithmetic that `bench.roofline` measures.
 """
 
 from __future__ import annotations

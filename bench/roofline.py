@@ -4,8 +4,8 @@
 
 A step has three parts, one after the other: the layers' GEMMs, attention, and the head. Each part takes the
 longer of two times: that of reading its inputs once, and that of its arithmetic. Everything between the parts
-is free. The machine's two constants are those of an H200; `--measure` measures them on this GPU, and `--cpu` on
-this CPU, whose figures are those of `bench.cpu_vs_transformers`.
+is free. The machine's two constants are those of an H200; `--measure` measures them on this GPU, and `--cpu`
+on this CPU, whose figures are those of `bench.cpu_vs_transformers`.
 """
 
 from __future__ import annotations
