@@ -13,9 +13,9 @@ from segue.checkpoint import dummy, load, safetensors
 from segue.checkpoint.source import resolve
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError, ModelFileError, TensorParallelError, UnsupportedModelError
-from segue.kernels.fp8 import quantize
+from segue.kernels.fp8 import dequantize, quantize
 from segue.memory.arena import Arena
-from segue.models import weight_map
+from segue.models import config, weight_map
 from segue.models.config import FP8Config, ModelConfig
 from segue.models.destination import destination_of
 from tests.checkpoint import tiny, tiny_fp8
@@ -25,9 +25,9 @@ FP8 = torch.float8_e4m3fn
 TPS = (TPInfo(), TPInfo(0, 2), TPInfo(1, 2))
 
 
-def read(arena: Arena, config: ModelConfig, tp: TPInfo = TPInfo()) -> dict[str, Tensor]:  # noqa: B008
+def read(arena: Arena, model: ModelConfig, tp: TPInfo = TPInfo()) -> dict[str, Tensor]:  # noqa: B008
     """This rank's part of each checkpoint tensor, as float32 values."""
-    table = weight_map.build(config, tp)
+    table = weight_map.build(model, tp)
     return {
         name: destination_of(arena.view, table, part).read().float()
         for name in table.names
@@ -35,8 +35,8 @@ def read(arena: Arena, config: ModelConfig, tp: TPInfo = TPInfo()) -> dict[str, 
     }
 
 
-def parts(state: dict[str, Tensor], config: ModelConfig, tp: TPInfo) -> dict[str, Tensor]:
-    table = weight_map.build(config, tp)
+def parts(state: dict[str, Tensor], model: ModelConfig, tp: TPInfo) -> dict[str, Tensor]:
+    table = weight_map.build(model, tp)
     return {name: state[name][part.source] for name in table.names for part in table.slices[name]}
 
 
@@ -82,16 +82,19 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny_fp8.model("llama").bfloat16(), tmp_path_factory.mktemp("bfloat16"))
 
 
-def test_weights_are_quantized_as_they_are_loaded(bfloat16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has slices of the same weights in FP8: scales are those of whole rows."""
+@pytest.mark.parametrize("block", [0, 16])
+def test_weights_are_quantized_as_they_are_loaded(
+    block: int, bfloat16: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has slices of the same weights in FP8: scales are those of whole rows, or of short blocks."""
+    monkeypatch.setattr(config, "_SMALL", 193 if block else 192)  # the hidden size is 192
     source = resolve(str(bfloat16), "auto", bfloat16, quantization="fp8")
     state = load_file(bfloat16 / "model.safetensors")
     expected = {}
     for name, values in state.items():
         expected[name] = values.float()
         if tiny_fp8.is_linear(name):
-            weight, scales = quantize(values)
-            expected[name] = weight.float() * scales
+            expected[name] = dequantize(*quantize(values, block), block)
     monkeypatch.setattr(load, "BounceBuffers", lambda device, _: safetensors.BounceBuffers(device, 5000))
     for tp in TPS:
         _, arena = tiny.load_source(source, tp=tp, dtype=torch.bfloat16)
@@ -119,8 +122,7 @@ def test_tensors_that_the_checkpoint_leaves_in_bfloat16_are_quantized(tmp_path: 
     tensors[name] = meant[name].bfloat16()
     save_file(tensors, tmp_path / "model.safetensors")
     model, arena = tiny.load(tmp_path, dtype=torch.bfloat16)
-    weight, scales = quantize(tensors[name], 128)
-    meant[name] = weight.float() * scales.repeat_interleave(128, 1)[:, : weight.shape[1]]
+    meant[name] = dequantize(*quantize(tensors[name], 128), 128)
     assert_same(read(arena, model.config), meant)
 
 
@@ -164,7 +166,7 @@ def test_values_that_are_not_finite_are_found_though_they_are_quantized(tmp_path
 
 
 @pytest.mark.parametrize(
-    "config",
+    "quantization",
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
@@ -176,10 +178,10 @@ def test_values_that_are_not_finite_are_found_though_they_are_quantized(tmp_path
         },
     ],
 )
-def test_other_quantization_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_other_quantization_is_refused(quantization: dict[str, Any], tmp_path: Path) -> None:
     tiny.save_config(tiny_fp8.model("llama"), tmp_path)
     whole = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": quantization}))
     with pytest.raises(UnsupportedModelError, match=r"is quantised .* supported are FP8 weights \(e4m3\)"):
         resolve(str(tmp_path), "auto", tmp_path)
 
@@ -189,8 +191,8 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization='fp8' with a mixture of experts: only dense"):
         resolve(str(tmp_path), "dummy", tmp_path, quantization="fp8")
     whole = json.loads((tmp_path / "config.json").read_text())
-    config = {**whole, "quantization_config": tiny_fp8.LAYOUTS["blocks"][0]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole["quantization_config"] = tiny_fp8.LAYOUTS["blocks"][0]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UnsupportedModelError, match="a mixture of experts in FP8; supported are dense"):
         resolve(str(tmp_path), "dummy", tmp_path)
 

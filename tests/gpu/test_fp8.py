@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import segue
 from segue.distributed.info import TPInfo
@@ -13,11 +14,12 @@ from segue.messages.weight_update import Commit, Take
 from tests.checkpoint import tiny, tiny_fp8
 from tests.gpu.test_kernels import normal
 from tests.model_runner import making
+from tests.weight_update.updating import rank_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("block", [0, 16, 128])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("may_split", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300])
@@ -58,7 +60,7 @@ def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int) -> None:
     assert torch.equal(found.cpu().float(), expected.float())
 
 
-@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("block", [0, 16, 128])
 def test_weights_have_the_bits_of_a_cpu(block: int) -> None:
     values = normal(300, 1000, dtype=torch.bfloat16)
     for on_cuda, on_cpu in zip(quantize(values, block), quantize(values.cpu(), block), strict=True):
@@ -68,10 +70,6 @@ def test_weights_have_the_bits_of_a_cpu(block: int) -> None:
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
 @pytest.mark.parametrize("layout", ["float32", *tiny_fp8.LAYOUTS])
 def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tmp_path: Path) -> None:
-    from safetensors.torch import save
-
-    from tests.weight_update.updating import rank_of
-
     models = [tiny_fp8.model("qwen3") for _ in range(2)]
     for parameter in models[1].parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from segue.distributed.info import TPInfo
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.messages.weight_update import Commit, Inspect, Load, Take
+from segue.models import config
 from tests.checkpoint import tiny, tiny_fp8
 from tests.weight_update.test_inspect import inspect_ranks
 from tests.weight_update.test_rank import assert_same
@@ -43,6 +44,12 @@ def paths(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return found
 
 
+@pytest.fixture(autouse=True)
+def scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantize these small models as larger ones are."""
+    monkeypatch.setattr(config, "_SMALL", 0)
+
+
 @pytest.fixture
 def rank(paths: dict[str, list[Path]]) -> Iterator[Rank]:
     with rank_of(paths["float32"][0], quantization="fp8") as rank:
@@ -53,10 +60,11 @@ def assert_quantized(rank: Rank, path: Path) -> None:
     assert_same(rank, path, "fp8")
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "small"), [(1, 0), (2, 0), (2, 1024)])
 def test_a_trainer_sends_bfloat16_and_each_rank_quantizes(
-    size: int, paths: dict[str, list[Path]], models: list[Any]
+    size: int, small: int, paths: dict[str, list[Path]], models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(config, "_SMALL", small)
     old, new = paths["float32"]
     states = [{name: each.detach() for name, each in model.state_dict().items()} for model in models]
     states[1] = {name: each.bfloat16() for name, each in states[1].items()}
@@ -176,8 +184,11 @@ def test_an_engine_without_fp8_says_what_it_takes(paths: dict[str, list[Path]]) 
         assert "has dtype float8_e4m3fn; weights must have one of float64, float32" in errors[0]
 
 
-def test_inspection_shows_values_and_checksums_that_ranks_share(paths: dict[str, list[Path]]) -> None:
-    for layout in ("float32", "blocks"):
+def test_inspection_shows_values_and_checksums_that_ranks_share(
+    paths: dict[str, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for layout, small in (("float32", 0), ("float32", 1024), ("blocks", 0)):
+        monkeypatch.setattr(config, "_SMALL", small)
         path = paths[layout][0]
         with (
             rank_of(path, quantization="fp8") as rank,

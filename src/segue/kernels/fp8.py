@@ -14,19 +14,20 @@ from segue.sizes import ceil_div
 FP8 = torch.float8_e4m3fn
 MAX = torch.finfo(FP8).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, which are divided by it
-NUM_SCALES = 4
 _ERROR_UNITS = 4096
 _NAN = 0x7F  # all bits but the sign
 _CHUNK, _CHUNK_CUDA = 1 << 15, 1 << 24  # elements searched at a time: on a CPU by one thread
 
 
-def quantize(values: Tensor, block: int = 0, num_scales: int = NUM_SCALES) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns `values` `[N, K]` in FP8, and their scales, float32 `[N, blocks]`.
 
     `block` consecutive values of a row have one scale, 0: the whole row. A scale is not finite if a value is
     not. Of `num_scales` scales, from the one that makes the greatest value the greatest of FP8 up to twice
-    that, the one with the least squared error is taken: of weights it is an eighth less than with the first.
+    that, the one with the least squared error is taken. For rows of weights it is 8 % less with 4 of them
+    than with the first alone; for short blocks it gains more, so that the default there is 12.
     """
+    num_scales = num_scales or (12 if 0 < block < FP8_BLOCK else 4)
     width = values.shape[1]
     size = block or width
     groups = F.pad(values.float(), (0, -width % size)).view(len(values), -1, size)

@@ -37,6 +37,8 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
 
+# Small models lose more by FP8, and speed hardly depends on their scales: they have finer ones.
+_SMALL, _SMALL_BLOCK = 1024, 16  # hidden size from which on a model is not small; weights per scale
 _SET_UNLESS_0 = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")  # 0 means the default
 _SET_UNLESS_NULL = ("attention_factor", "mscale", "mscale_all_dim")
 
@@ -114,7 +116,7 @@ class ModelConfig:
                 "model, or leave --quantization out",
                 param="quantization",
             )
-        return replace(self, fp8=FP8Config())
+        return replace(self, fp8=FP8Config(block=_SMALL_BLOCK if self.hidden_size < _SMALL else 0))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":

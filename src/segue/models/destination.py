@@ -17,7 +17,8 @@ from segue.kernels.fp8 import FP8, dequantize, expand_scales, has_nan, quantize
 from segue.memory.tensor_ops import copy_into
 from segue.models.weight_map import Box, Slice, WeightMap, box_of
 
-_BLOCK, _BLOCK_CUDA = 1 << 15, 1 << 22  # elements quantized at a time: on a CPU by one thread
+# Quantized at a time: temporaries stay in the caches of a CPU, of which one core is used in the background.
+_ELEMENTS, _ELEMENTS_BACKGROUND, _ELEMENTS_CUDA = 1 << 18, 1 << 15, 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,34 +41,38 @@ class Destination:
         return replace(self, values=self.values[place], source=self.source[1:])
 
     def write(self, tensor: Tensor) -> None:
-        """Copy the part of the whole `tensor`, and cast it or quantize it."""
+        """Copy the part of the whole `tensor`, and cast it or quantize it, beside steps that run."""
         if self.scales is None or tensor.dtype == FP8:
             copy_into(self.values, tensor[self.source])
-            return
-        rows = tensor[self.source[0]]
-        step = rows_at_a_time(rows)
-        for first in range(0, len(rows), step):
-            self.write_rows(rows[first : first + step], first)
+        else:
+            self.write_rows(tensor[self.source[0]], 0, in_background=True)
 
-    def write_rows(self, rows: Tensor, first: int) -> None:
+    def write_rows(self, rows: Tensor, first: int, *, in_background: bool = False) -> None:
         """Write whole `rows` of the tensor, from row `first` of the part on.
 
         Values in FP8 are copied: their scales come by `write_scales`. The copy from pinned memory is
-        asynchronous.
+        asynchronous. With `in_background` a CPU quantizes by one thread.
         """
         target = self.values[first : first + len(rows)]
         if self.scales is None or rows.dtype == FP8:
             target.copy_(rows[(slice(None), *self.source[1:])], non_blocking=True)
             return
-        assert self.dtype is not None
-        columns = self.source[1]
+        scales = self.scales[first : first + len(rows)]
         device = rows.device if rows.is_cuda else target.device  # a copy to the host would have to be awaited
-        values = rows.to(device, non_blocking=True).to(self.dtype)
+        step = rows_at_a_time(rows.shape[1], device, in_background=in_background)
+        for start in range(0, len(rows), step):
+            some = slice(start, start + step)
+            self._quantize(rows[some].to(device, non_blocking=True), target[some], scales[some])
+
+    def _quantize(self, rows: Tensor, target: Tensor, scales: Tensor) -> None:
+        """Write `rows` in FP8, and their scales."""
+        assert self.dtype is not None
+        values, columns = rows.to(self.dtype), self.source[1]
         if self.block:
             values, columns = values[:, columns], slice(0, columns.stop - columns.start)
-        weight, scales = quantize(values, self.block)
+        weight, found = quantize(values, self.block)
         target.copy_(weight[:, columns])
-        self.scales[first : first + len(rows)].copy_(scales)
+        scales.copy_(found)
 
     def write_scales(self, scales: Tensor, shape: tuple[int, ...]) -> None:
         """Write the scales of a checkpoint's tensor of `shape`, whose values are in FP8."""
@@ -102,6 +107,8 @@ def destination_of(
     )
 
 
-def rows_at_a_time(tensor: Tensor) -> int:
-    """Return how many rows of a tensor `Destination.write` quantizes at a time."""
-    return max(1, (_BLOCK_CUDA if tensor.is_cuda else _BLOCK) // tensor.shape[1])
+def rows_at_a_time(width: int, device: torch.device, *, in_background: bool) -> int:
+    """Return how many rows of `width` values are quantized at a time."""
+    if device.type == "cuda":
+        return max(1, _ELEMENTS_CUDA // width)
+    return max(1, (_ELEMENTS_BACKGROUND if in_background else _ELEMENTS) // width)

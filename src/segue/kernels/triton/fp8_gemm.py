@@ -60,7 +60,7 @@ def _fp8_gemm(
     """Compute one tile of `x @ weight.T`, or with SPLITS > 1 of one of its split-K partials.
 
     Rows of the weight, from registers, fill the tensor cores' rows. With BLOCK, as many columns of a row of
-    the weight have a scale, and BK divides it.
+    the weight have a scale: it is a multiple of BK, or divides it.
     """
     n, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m, k = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BK)
@@ -76,11 +76,17 @@ def _fp8_gemm(
         inside = k < BK if EVEN_K else start + k < depth
         w = tl.load(weights + start, mask=is_row[:, None] & inside[None, :], other=0.0)
         t = tl.load(tokens + start, mask=is_token[None, :] & inside[:, None], other=0.0)
-        if BLOCK:
+        if not BLOCK:
+            acc = tl.dot(w.to(t.dtype), t, acc)
+        elif BLOCK % BK == 0:
             factor = tl.load(scale + start // BLOCK, mask=is_row, other=0.0)
             acc += tl.dot(w.to(t.dtype), t) * factor[:, None]
         else:
-            acc = tl.dot(w.to(t.dtype), t, acc)
+            block = start // BLOCK + tl.arange(0, BK // BLOCK)
+            here = is_row[:, None] & (block < num_scales)[None, :]
+            factor = tl.load(scale[:, None] + block[None, :], mask=here, other=0.0)
+            wide = tl.reshape(w.to(tl.float32), (BN, BK // BLOCK, BLOCK)) * factor[:, :, None]
+            acc = tl.dot(tl.reshape(wide, (BN, BK)).to(t.dtype), t, acc)
     pdl_launch_dependents(PDL)
     if not BLOCK:
         acc *= tl.load(scale, mask=is_row, other=0.0)[:, None]
@@ -156,13 +162,15 @@ def can_multiply_in_fp8(size: int, depth: int, dtype: torch.dtype) -> bool:
 @cache
 def choose_fp8(num_rows: int, depth: int, size: int, num_sms: int, may_split: bool) -> FP8Plan:
     """Returns the plan of a GEMM `[num_rows, depth]` by `[size, depth]`; K is split to keep all SMs busy."""
-    if num_rows > _MAX_SMALL_M:
-        return FP8Plan(block_m=128, block_n=128, block_k=64, splits=1, stages=3, warps=8)
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    programs, splits = triton.cdiv(size, 64), 1
+    is_small, splits = num_rows <= _MAX_SMALL_M, 1
+    block_m = max(16, triton.next_power_of_2(num_rows)) if is_small else 128
+    block_n = 64 if is_small or triton.cdiv(num_rows, 128) * triton.cdiv(size, 128) < num_sms else 128
+    programs = triton.cdiv(num_rows, block_m) * triton.cdiv(size, block_n)
     while may_split and programs * splits < 2 * num_sms and depth >= 2 * splits * 512:
         splits *= 2
-    return FP8Plan(block_m=block_m, block_n=64, block_k=128, splits=splits, stages=4, warps=4)
+    if is_small:
+        return FP8Plan(block_m, block_n, block_k=128, splits=splits, stages=4, warps=4)
+    return FP8Plan(block_m, block_n, block_k=64, splits=splits, stages=3, warps=8)
 
 
 def run_fp8(
