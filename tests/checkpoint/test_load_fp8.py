@@ -77,6 +77,18 @@ def test_logits_of_a_checkpoint_in_fp8_are_near_those_of_the_model(layout: str, 
     assert 0.001 < (found - original).norm() / original.norm() < 0.1
 
 
+def test_a_model_computes_without_packed_copies(tmp_path: Path) -> None:
+    """So between the release of its memory and an update of its weights."""
+    tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("llama-biases"))
+    model, _ = tiny.load(tmp_path, dtype=torch.float32)
+    assert model.build_derived() > 0
+    expected = Batch(model, 16, 1).step({0: list(range(9))})
+    model.drop_packed()
+    found = Batch(model, 16, 1).step({0: list(range(9))})
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny_fp8.model("llama").bfloat16(), tmp_path_factory.mktemp("bfloat16"))

@@ -133,6 +133,20 @@ class FP8Gemm:
         return fp8_linear(x, self.weight, self.scales, self.block, bias, may_split=may_split)
 
 
+@dataclass(frozen=True, slots=True)
+class DequantizingGemm:
+    """A GEMM by a weight in FP8 that turns it to the dtype of the activations in each call: slow, no copy."""
+
+    weight: Tensor  # [out, in]
+    scales: Tensor  # float32 [out, blocks]
+    block: int  # see `kernels.fp8`
+    num_bytes: int = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        return F.linear(x, dequantize(self.weight, self.scales, self.block).to(x.dtype), bias)
+
+
 def pack_fp8(
     weight: Tensor, scales: Tensor, block: int, dtype: torch.dtype, *, deterministic: bool = False
 ) -> Gemm:

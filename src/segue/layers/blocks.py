@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.fp8 import FP8
-from segue.kernels.ops import add_rms_norm, linear, pack, pack_fp8
+from segue.kernels.ops import DequantizingGemm, add_rms_norm, linear, pack, pack_fp8
 from segue.sizes import ceil_div
 
 
@@ -104,6 +104,11 @@ class Linear(Layer):
         self.packed = None  # frees its memory first
         self.packed = packed or self._pack(self.weight, self.scale, deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
+
+    def drop_packed(self) -> None:
+        """Free the packed copy; a weight in FP8 is dequantized in each call until there is one again."""
+        scale = self.scale
+        self.packed = None if scale is None else DequantizingGemm(self.weight, scale, self.block)
 
     def pack(
         self, weight: Tensor, scale: Tensor | None = None, *, deterministic: bool = False

@@ -318,7 +318,7 @@ class Decoder(Layer):
         """Free the packed copies of the weights; `build_derived` makes them again."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.packed = None
+                module.drop_packed()
 
 
 def build_model(

@@ -90,6 +90,8 @@ class WeightMap:
 
     def weight_of_scale(self, name: str) -> str | None:
         """Return the tensor in FP8 whose scales a checkpoint calls `name`; None: there is none."""
+        if not self.scales:
+            return None
         weight, _, kind = name.rpartition("_")
         weight = weight.removesuffix("_scale") if kind == "inv" else weight if kind == "scale" else ""
         return weight if self.is_fp8(weight) else None
