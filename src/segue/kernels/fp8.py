@@ -13,6 +13,7 @@ from segue.sizes import ceil_div
 
 FP8 = torch.float8_e4m3fn
 MAX = torch.finfo(FP8).max
+MAX_INVERSE = 1 / MAX  # torch divides by a number in another way on CUDA than on a CPU
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, which are divided by it
 _ERROR_UNITS = 4096
 _NAN = 0x7F  # all bits but the sign
@@ -31,7 +32,7 @@ def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> t
     width = values.shape[1]
     size = block or width
     groups = F.pad(values.float(), (0, -width % size)).view(len(values), -1, size)
-    least = groups.abs().amax(-1, keepdim=True).div_(MAX)
+    least = groups.abs().amax(-1, keepdim=True).mul_(MAX_INVERSE)
     weight, scales, errors = None, least, least
     for step in range(num_scales):
         factor = 2 ** (step / num_scales)

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.fp8 import FP8, MAX, SMALLEST_SCALE
+from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 _MAX_SMALL_M = 64
 _MIN_WEIGHTS = 1 << 22  # of a smaller weight the GEMM is too short to be worth a kernel that quantizes tokens
 _COLUMNS = tl.constexpr(4096)  # per step of a program that quantizes a token
-_MAX, _SMALLEST_SCALE = tl.constexpr(MAX), tl.constexpr(SMALLEST_SCALE)
+_MAX, _MAX_INVERSE, _SMALLEST_SCALE = (tl.constexpr(each) for each in (MAX, MAX_INVERSE, SMALLEST_SCALE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _quantize_tokens(x, out, scales, depth, PDL: tl.constexpr):
     for start in range(0, depth, _COLUMNS):
         i = start + columns
         most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)))
-    scale = tl.maximum(tl.div_rn(tl.max(most), _MAX), _SMALLEST_SCALE)
+    scale = tl.maximum(tl.max(most) * _MAX_INVERSE, _SMALLEST_SCALE)
     for start in range(0, depth, _COLUMNS):
         i = start + columns
         values = tl.div_rn(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32), scale)
