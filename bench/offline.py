@@ -110,7 +110,7 @@ def main() -> int:
             suite.run("segue-deterministic" if engine.config.deterministic else "segue", size, adapter)
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
-    model_config = resolve(config.model, "dummy", config.cache_dir).config
+    model_config = resolve(config.model, "dummy", config.cache_dir, quantization=config.quantization).config
     rooflines = roofline.figures(model_config, roofline.Machine())
     tokens = {"offline256": sum(roofline.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
     reached = {

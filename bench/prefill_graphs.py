@@ -62,7 +62,7 @@ class Server:
         "grid alone" takes the other captured sizes away and allows any padding, so that each prompt uses the
         grid of prefill graphs.
         """
-        source = resolve(config.model, config.load_format, config.cache_dir)
+        source = resolve(config.model, config.load_format, config.cache_dir, quantization=config.quantization)
         self.max_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)

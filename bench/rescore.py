@@ -69,7 +69,8 @@ class Teacher:
 
     def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
         """Load the weights; if `weights` is given, round their values to that dtype."""
-        source, tp = resolve(config.model, config.load_format, config.cache_dir), TPInfo()
+        source = resolve(config.model, config.load_format, config.cache_dir, quantization=config.quantization)
+        tp = TPInfo()
         self._config, self._resolved = config, resolve_config(config, source, tp)
         device, dtype = self._resolved.device, self._resolved.dtype
         self._model = build_model(source.config, dtype=dtype)

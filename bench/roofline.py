@@ -61,6 +61,7 @@ Sequences = Iterable[tuple[int, int]]
 def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Work, Work, Work]:
     """Return the GEMMs, the attention and the head of one bfloat16 step of a dense model.
 
+    Weights in FP8 are half the bytes; their multiplications count as if they were bfloat16's.
     Every layer counts in full for every token, although the last layer's MLP is needed only for sampled
     tokens (so an engine may be faster than the roofline by 1 / layers).
     """
@@ -76,7 +77,7 @@ def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Wor
         pairs += q * kv - q * (q - 1) // 2  # (query, key) pairs that the causal mask allows
     head = model.vocab_size * model.hidden_size
     return (
-        Work(bytes=2 * weights, flops=2 * weights * tokens),
+        Work(bytes=(2 if model.fp8 is None else 1) * weights, flops=2 * weights * tokens),
         Work(
             bytes=2 * cached * model.num_layers * 2 * kv_heads * dim,
             flops=4 * pairs * model.num_layers * heads * dim,

@@ -32,6 +32,7 @@ from segue.tracing.endpoint import parse_endpoint
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Quantization = Literal["auto", "none", "fp8"]
 Role = Literal["both", "prefill", "decode"]
 GmsMode = Literal["off", "rw_or_ro", "rw", "ro"]
 KVOwner = Literal["auto", "gms", "private"]
@@ -136,6 +137,11 @@ class EngineConfig(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto",
         "Type of weights and KV cache; 'auto': the checkpoint's (bfloat16 for float32 and GGUF files).",
+    )
+    quantization: Quantization = _model(
+        "auto",
+        "Format of the weights of linear layers; 'fp8': 8-bit floats with a scale per row, made while "
+        "the weights are loaded; 'auto': the checkpoint's.",
     )
     max_model_len: int | None = _model(
         None, "Longest sequence, in tokens, prompt and output together; default: the model's.", minimum=2

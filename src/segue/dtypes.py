@@ -10,3 +10,4 @@ SAFETENSORS = {
 ITEM_SIZES = dict(SAFETENSORS.values())  # torch's name -> bytes of an element
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # the dtypes that weights may have, as safetensors files name them
 FLOATS = tuple(SAFETENSORS[name][0] for name in WEIGHTS)  # the same, as torch names them
+FP8_BLOCK = 128  # rows and columns of a block of a weight in FP8 that has a scale of its own

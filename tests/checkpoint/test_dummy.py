@@ -7,6 +7,7 @@ import torch
 from segue.checkpoint import dummy
 from segue.distributed.info import TPInfo
 from segue.memory.arena import Arena
+from segue.models.destination import Destination
 from tests.checkpoint import tiny
 
 SIZES = {"llama-biases": 2, "llama-tied": 2, "qwen3": 4, "qwen3-moe": 8}
@@ -17,7 +18,8 @@ Load = Callable[..., Arena]
 def values(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The whole tensor called `name`, in float32."""
     target = torch.empty(shape)
-    for _ in dummy._fill(target, seed, name, tuple(slice(0, size) for size in shape)):
+    destination = Destination(values=target, source=tuple(slice(0, size) for size in shape))
+    for _ in dummy._fill(destination, seed, name, shape):
         pass
     return target
 

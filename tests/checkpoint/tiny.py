@@ -77,10 +77,12 @@ def load(
     dtype: torch.dtype = torch.float32,
     load_format: Any = "auto",
     cache_dir: Path = Path("/nonexistent"),
+    quantization: Any = "auto",
     **options: Any,
 ) -> tuple[Decoder, Arena]:
     """Resolves, builds and loads a model, as the model runner does."""
-    return load_source(resolve(str(path), load_format, cache_dir), tp=tp, dtype=dtype, **options)
+    source = resolve(str(path), load_format, cache_dir, quantization=quantization)
+    return load_source(source, tp=tp, dtype=dtype, **options)
 
 
 def load_source(

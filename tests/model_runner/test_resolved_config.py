@@ -33,7 +33,7 @@ def _resolve_config(
         directory=Path("/m"),
         gguf=Path("/m.gguf") if gguf else None,
         tokenizer_directory=None,
-        config=ModelConfig.from_hf({**LLAMA, **(hf or {})}),
+        config=ModelConfig.from_hf({**LLAMA, **(hf or {})}).quantized(options.get("quantization", "auto")),
         model_type="llama",
         architectures=("LlamaForCausalLM",),
         eos_token_ids=(),
@@ -127,6 +127,7 @@ EXPERTS = {
         ({"rank": 1}, TensorParallelError, "deterministic=True with tp=2.*--tp 1"),
         ({"hf": EXPERTS}, ConfigError, "mixture of experts"),
         ({"dtype": "float32"}, ConfigError, "dtype='float32'.*bfloat16"),
+        ({"quantization": "fp8"}, ConfigError, "weights in FP8: on CUDA there is no batch-invariant GEMM"),
     ],
 )
 def test_options_without_deterministic_kernels_on_cuda_are_refused(cuda, options, error, words):
@@ -134,6 +135,15 @@ def test_options_without_deterministic_kernels_on_cuda_are_refused(cuda, options
     with pytest.raises(error, match=f"{words}.*leave --deterministic out"):
         _resolve_config(**options, deterministic=True)
     assert _resolve_config(deterministic=True).deterministic
+
+
+def test_fp8_is_refused_where_cuda_cannot_run_it(cuda, monkeypatch):
+    assert _resolve_config(quantization="fp8", device="cpu", dtype="float32").dtype == torch.float32
+    with pytest.raises(ConfigError, match=r"weights in FP8 with dtype='float32': .* use one of them"):
+        _resolve_config(quantization="fp8", dtype="float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"weights in FP8 on compute capability \(8, 6\): .* \(8, 9\)"):
+        _resolve_config(quantization="fp8")
 
 
 def test_determinism_is_refused_on_devices_without_verified_kernels(cuda, monkeypatch):

@@ -157,6 +157,29 @@ def test_a_part_of_the_weights_takes_new_slabs_for_what_it_touches_alone(
     gms.until(lambda: status(directory)["devices"]["cpu"] == held, "the old slab is given up")
 
 
+def test_weights_in_fp8_and_their_scales_become_one_generation(
+    directory: Path, ranks: NewRank, old: Path, new: tuple[Path, State]
+) -> None:
+    rank, other = (ranks(directory, quantization="fp8") for _ in range(2))
+    begin(rank)
+    rank.do(Take, session=1, payload=save({KEY: new[1][KEY]}), copy=False)
+    commit(rank)
+    other.do(FetchGeneration, generation=generation_of(rank))
+    other.do(AdoptGeneration)
+    for each in (rank, other):
+        packed = each.model.get_submodule("layers.0.attn.qkv").packed
+        (part,) = each.served.weight_map.slices[KEY]
+        x = torch.eye(each.served.weight_map.shapes[KEY][1], dtype=torch.bfloat16)
+        served = packed(x, None).T[part.destination[0]]
+        assert torch.equal(served, each.served.destination(part).read().to(torch.bfloat16))
+        assert (served - new[1][KEY]).norm() < 0.03 * new[1][KEY].norm()
+    assert all(map(torch.equal, rank.served.arena.slabs, other.served.arena.slabs))
+    begin(rank, 2)
+    rank.do(Take, session=2, payload=save(new[1]), copy=False)
+    commit(rank, 2)
+    assert_same(rank, new[0], "fp8")
+
+
 def test_calls_of_one_session_may_come_in_any_order(
     directory: Path, ranks: NewRank, new: tuple[Path, State]
 ) -> None:

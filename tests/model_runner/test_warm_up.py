@@ -36,6 +36,7 @@ OF_STEPS = {
     *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
+    *("fp8_gemm._fp8_gemm", "fp8_gemm._quantize_tokens"),
 }
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {
@@ -170,6 +171,10 @@ def warmed_by(model: FakeModel, patch: pytest.MonkeyPatch) -> Variants:
     return found
 
 
+FP8 = {
+    "hidden_size": 4096,
+    "quantization_config": {"quant_method": "fp8"},
+}  # large enough for products in FP8
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {},
     "few rows": {"rows": 8, "chunk": 4, "max_seq_len": 64},
@@ -177,6 +182,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32, "rows": 16, "chunk": 64, "max_seq_len": 300},
     "odd heads": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "head_dim": 64},
     "experts": fake.EXPERTS,
+    "FP8": FP8,
+    "FP8, blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "deterministic": {"deterministic": True},
     "two ranks": {"ranks": 2, "one_shot": True},
     "two ranks by NCCL": {"ranks": 2},
@@ -208,7 +215,12 @@ def test_no_step_needs_a_variant_that_the_warm_up_lacks(
 
 def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
-    for options in ({"rows": 64}, {**fake.EXPERTS, "rows": 16}, {"ranks": 2, "one_shot": True, "rows": 16}):
+    for options in (
+        {"rows": 64},
+        {**FP8, "rows": 16},
+        {**fake.EXPERTS, "rows": 16},
+        {"ranks": 2, "one_shot": True, "rows": 16},
+    ):
         names |= {kernel for kernel, _ in warmed_by(FakeModel(**options), monkeypatch)}
     assert names == OF_STEPS
 

@@ -65,6 +65,7 @@ def test_server_info_has_the_names_that_clients_of_sglang_read(server: LiveServe
 def test_server_info_has_vllms_configuration_if_that_is_asked_for(server: LiveServer) -> None:
     config = server.client.get("/server_info?config_format=json").json()["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["quantization"] is None
     assert config["model_config"]["max_model_len"] == 512
     assert config["parallel_config"]["tensor_parallel_size"] == 1
     assert config["cache_config"]["block_size"] == 16
@@ -79,7 +80,7 @@ def test_model_info_has_the_models_type_and_classes(server: LiveServer, tiny_mod
         info = server.client.get(path).json()
         assert (info["model_type"], info["architectures"]) == (config["model_type"], config["architectures"])
         assert (info["model_path"], info["is_generation"]) == (str(tiny_model), True)
-        assert info["tokenizer_path"] == str(tiny_model)
+        assert (info["tokenizer_path"], info["quantization"]) == (str(tiny_model), None)
 
 
 def test_the_world_and_the_version(server: LiveServer) -> None:

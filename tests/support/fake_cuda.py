@@ -110,6 +110,11 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "mm",
         lambda x, weight, out_dtype=None: x.new_zeros(len(x), weight.shape[1], dtype=out_dtype or x.dtype),
     )
+    monkeypatch.setattr(
+        torch,
+        "_scaled_mm",
+        lambda x, weight, out_dtype, **_: x.new_zeros(len(x), weight.shape[1], dtype=out_dtype),
+    )
     caches = (launch.is_hopper, launch.num_sms, launch.measured_plans, gemm.choose)
     for cache in caches:
         cache.cache_clear()
@@ -195,8 +200,8 @@ class FakeModel:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.build_derived()
-            elif isinstance(module, Linear) and deterministic:
-                module.build_derived(deterministic=True)
+            elif isinstance(module, Linear) and (deterministic or found.fp8 is not None):
+                module.build_derived(deterministic=deterministic)
         angles = torch.zeros(max_seq_len, found.head_dim // 2)
         self.model.rotary._table = angles, angles.clone()
         shard = self.model.shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from segue.errors import ConfigError
 from segue.http_guard import HttpGuard
 from segue.listener import bind
 from segue.trainer.model import TrainedModel
@@ -279,6 +281,14 @@ def test_requests_of_web_pages_are_refused(
         assert (answer.status_code, answer.json()["success"]) == (status, False)
         assert word in answer.json()["message"]
     assert client.get("/health")["num_steps"] == 0
+
+
+def test_a_model_in_fp8_is_not_trained(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match="model model is in FP8, and training needs more precise weights"):
+        TrainedModel(str(model), device="cpu", dtype="float32", learning_rate=1e-5)
 
 
 def test_a_path_with_a_newline_is_refused(client: Client) -> None:

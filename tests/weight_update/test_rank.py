@@ -53,9 +53,9 @@ def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
             yield name, module.qk_weight
 
 
-def assert_same(rank: Rank, path: Path) -> None:
+def assert_same(rank: Rank, path: Path, quantization: str = "auto") -> None:
     """Check that all weights, derived ones too, are bit for bit those of a start with this checkpoint."""
-    model, arena = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16)
+    model, arena = tiny.load(path, tp=rank.served.tp, dtype=torch.bfloat16, quantization=quantization)
     model.build_derived()
     assert_same_arena(rank.served.arena, arena)
     for (name, mine), (_, fresh) in zip(derived(rank.model), derived(model), strict=True):

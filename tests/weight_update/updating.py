@@ -86,7 +86,12 @@ def rank_of(
     path: Path, tp: TPInfo | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Iterator[Rank]:
     tp = tp or TPInfo()
-    source = resolve(str(path), options.pop("load_format", "auto"), Path("/nonexistent"))
+    source = resolve(
+        str(path),
+        options.pop("load_format", "auto"),
+        Path("/nonexistent"),
+        quantization=options.pop("quantization", "auto"),
+    )
     device = torch.device(options.pop("device", "cpu"))
     model = build_model(source.config, dtype=dtype, collectives=tiny.Rank(tp))
     memory: RankMemory = options.pop("memory", None) or PrivateMemory(device)

@@ -172,7 +172,7 @@ def vllm_config(info: Mapping[str, Any]) -> dict[str, Any]:
             "served_model_name": info["served_model_name"],
             "dtype": f"torch.{info['dtype']}",
             "max_model_len": info["context_length"],
-            "quantization": None,
+            "quantization": info.get("quantization"),
             "enforce_eager": info["disable_cuda_graph"],
             "seed": info["seed"],
         },

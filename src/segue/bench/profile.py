@@ -59,7 +59,13 @@ class StepBench:
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp}: only one rank can be profiled; leave --tp out", param="tp")
         config = replace(config, disable_prefix_cache=True)  # so that every prompt is computed
-        source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
+        source = resolve(
+            config.model,
+            config.load_format,
+            config.cache_dir,
+            revision=config.revision,
+            quantization=config.quantization,
+        )
         self._model = source.config
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)

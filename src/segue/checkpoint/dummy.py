@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, WeightMap, box_of
+from segue.models.destination import Destination, destination_of
+from segue.models.weight_map import Shape, WeightMap
 
 STD = 0.02
 
@@ -24,23 +25,27 @@ _BYTES_MEAN = 510
 _BYTES_STD = (4 * (256**2 - 1) / 12) ** 0.5
 
 
-def fill(arena: Arena, weight_map: WeightMap, seed: int) -> Iterator[int]:
+def fill(arena: Arena, weight_map: WeightMap, seed: int, dtype: torch.dtype) -> Iterator[int]:
     """Fill all weights of a rank: norms around 1, all others around 0, with standard deviation STD.
 
-    `weight_map` says which part of which checkpoint tensor each of this rank's parameters holds.
-    Yields the bytes of each block that is filled.
+    `weight_map` says which part of which checkpoint tensor each of this rank's parameters holds. `dtype` is
+    that of weights that are not in FP8. Yields the bytes of each block that is filled.
     """
     for name in weight_map.names:
         for part in weight_map.slices[name]:
-            yield from _fill(box_of(arena.view(part.parameter), part), seed, name, part.source)
+            target = destination_of(arena.view, weight_map, part, dtype)
+            yield from _fill(target, seed, name, weight_map.shapes[name])
 
 
-def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:
-    """Fill `target` with the values of `box` of the checkpoint tensor called `name`.
+def _fill(destination: Destination, seed: int, name: str, shape: Shape) -> Iterator[int]:
+    """Fill a part of the checkpoint tensor called `name`, which has `shape`: one or two dimensions.
 
-    `target` has the shape of `box`, one or two dimensions. `name` also tells whether the tensor is a norm.
-    Values are computed for blocks of rows, which bounds the memory; yields the bytes of each block.
+    `name` also tells whether the tensor is a norm. Values are computed for blocks of rows, which bounds the
+    memory; yields the bytes of each block.
     """
+    target, box = destination.values, destination.source
+    if destination.scales is not None:  # which depend on whole rows
+        box = (box[0], slice(0, shape[1]))
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = int.from_bytes(digest[:4], "little", signed=True)
     mean = 1.0 if name.endswith(_NORM_SUFFIX) else 0.0
@@ -55,7 +60,11 @@ def _fill(target: Tensor, seed: int, name: str, box: Box) -> Iterator[int]:
         rows = torch.arange(first, first + len(block), dtype=torch.int32, device=target.device)
         # The row is hashed first, then the column: an element's index may exceed a fast hash's 32 bits.
         hashes = _mix(_mix(rows.add_(key))[:, None] + column)
-        block.copy_(_normal(hashes).mul_(STD / _BYTES_STD).add_(mean).view(block.shape))
+        values = _normal(hashes).mul_(STD / _BYTES_STD).add_(mean)
+        if destination.scales is None:
+            block.copy_(values.view(block.shape))
+        else:
+            destination.write_rows(values, row)
         yield block.nbytes
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from segue.checkpoint.safetensors import BOUNCE_BYTES, BounceBuffers, Shards
 from segue.checkpoint.source import ModelSource
 from segue.distributed.info import TPInfo
 from segue.errors import ModelFileError
+from segue.kernels.fp8 import FP8, has_nan
 from segue.logs import writes_json
 from segue.memory.arena import Arena, Layout, TensorSpec, bind
 from segue.memory.rank_memory import RankMemory
 from segue.memory.tensor_ops import are_finite
 from segue.models.config import ModelConfig
-from segue.models.weight_map import WeightMap, box_of
+from segue.models.destination import destination_of
+from segue.models.weight_map import WeightMap
 from segue.models.weight_map import build as build_weight_map
 
 
@@ -52,7 +55,9 @@ def load_weights(
         TensorSpec(name=name, shape=tuple(parameter.shape), dtype=parameter.dtype)
         for name, parameter in model.named_parameters()
     ]
-    assert {spec.name: spec.shape for spec in specs} == weight_map.parameters, "model and weight map disagree"
+    assert sorted(specs, key=attrgetter("name")) == sorted(weight_map.specs(dtype), key=attrgetter("name")), (
+        "model and weight map disagree"
+    )
     may_show = sys.stderr.isatty() and not writes_json() and on_bytes is None
     show = progress if progress is not None else tp.is_first and may_show
 
@@ -95,7 +100,7 @@ def read_weights(
     `BounceBuffers` explains `buffer_bytes`; `load_weights` explains the other arguments and the errors.
     """
     if source.format == "dummy":
-        yield from dummy.fill(make(), weight_map, seed)
+        yield from dummy.fill(make(), weight_map, seed, dtype)
         return
     if source.gguf is None:
         shards = Shards.in_directory(source.directory)
@@ -107,7 +112,8 @@ def read_weights(
     with closing(shards):
         shards.check(weight_map)
         arena = make()
-        yield from shards.copy(arena, weight_map, BounceBuffers(arena.slabs[0].device, buffer_bytes))
+        buffers = BounceBuffers(arena.slabs[0].device, buffer_bytes)
+        yield from shards.copy(arena, weight_map, buffers, dtype)
 
 
 def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
@@ -117,19 +123,20 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
         ModelFileError: a value is NaN or infinite; the text names its tensor and counts such values.
     """
     views = [arena.view(name) for name in arena.layout.table]
-    if all(are_finite(views, views[0].dtype)):
+    fp8, others = [view for view in views if view.dtype == FP8], [view for view in views if view.dtype != FP8]
+    if all(are_finite(others, others[0].dtype)) and not any(map(has_nan, fp8)):
         return
     # The slow part, for the error's text only: a parameter may hold several of the checkpoint's tensors.
     counts: dict[str, int] = {}
     for name in weight_map.names:
-        values = (box_of(arena.view(part.parameter), part) for part in weight_map.slices[name])
+        values = (destination_of(arena.view, weight_map, part).read() for part in weight_map.slices[name])
         if count := sum(int((~each.isfinite()).sum()) for each in values):
             counts[name] = count
     first = next(iter(counts))
     dtype = str(views[0].dtype).removeprefix("torch.")
-    others = f", and {len(counts) - 1} other tensors have such values too" if len(counts) > 1 else ""
+    more = f", and {len(counts) - 1} other tensors have such values too" if len(counts) > 1 else ""
     raise ModelFileError(
         f"{origin}: tensor {first!r} has {counts[first]} values that are NaN or infinite in {dtype}"
-        f"{others}; a model with such weights gives no useful output. Get the weights again; if they are "
+        f"{more}; a model with such weights gives no useful output. Get the weights again; if they are "
         "right, they may be too large for this dtype: choose --dtype bfloat16 or float32"
     )

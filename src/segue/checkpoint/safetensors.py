@@ -28,9 +28,11 @@ from torch import Tensor
 from segue.checkpoint.model_files import INDEX, SINGLE, corrupt, open_file, read_at, read_text, truncated
 from segue.dtypes import SAFETENSORS, WEIGHTS
 from segue.errors import ModelFileError
+from segue.kernels.fp8 import FP8, scale_shapes
 from segue.memory import backing
 from segue.memory.arena import Arena
-from segue.models.weight_map import Box, Shape, WeightMap, box_of
+from segue.models.destination import Destination, destination_of
+from segue.models.weight_map import Shape, WeightMap
 
 BOUNCE_BYTES = 16 << 20
 
@@ -40,6 +42,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
+# Scales of activations, which are quantized by their own values here, and of a KV cache in FP8.
+_UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
 _SHOWN = 4  # tensor names in an error text, at most
@@ -219,18 +223,28 @@ class Shards:
                 it is tied to; the text names the file and the tensor.
         """
         for name, stored in self.tensors.items():
-            if name.endswith(_DERIVED):
+            if name.endswith(_DERIVED) or (weight_map.scales and name.endswith(_UNUSED_SCALES)):
+                continue
+            if weight := weight_map.weight_of_scale(name):
+                self._check_scale(stored, weight, weight_map)
                 continue
             shape = weight_map.shapes.get(weight_map.aliases.get(name, name))
             if shape is None:
                 problem = "is not part of the model that config.json describes"
             elif stored.shape != shape:
                 problem = f"has shape {list(stored.shape)}; config.json asks for {list(shape)}"
-            elif NAMES[stored.dtype] not in WEIGHTS:
+            elif NAMES[stored.dtype] not in WEIGHTS and not (stored.dtype == FP8 and weight_map.is_fp8(name)):
                 problem = f"has type {NAMES[stored.dtype]}; supported: {', '.join(WEIGHTS)}"
             else:
                 continue
             raise ModelFileError(f"model file {stored.file.name}: tensor {name!r} {problem}")
+        scaled = {weight_map.weight_of_scale(name) for name in self.tensors}
+        for name, stored in self.tensors.items():
+            if stored.dtype == FP8 and name not in scaled:
+                raise ModelFileError(
+                    f"model file {stored.file.name}: tensor {name!r} is in FP8, and {self.origin} has no "
+                    f"scale of it, such as {name + '_scale'!r}. Get the weights again"
+                )
         missing = weight_map.missing(self.tensors)
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -252,8 +266,33 @@ class Shards:
                     "which config.json ties it; set tie_word_embeddings to false in config.json"
                 )
 
-    def copy(self, arena: Arena, weight_map: WeightMap, buffers: BounceBuffers) -> Iterator[int]:
+    def _check_scale(self, stored: StoredTensor, weight: str, weight_map: WeightMap) -> None:
+        """Check a tensor of scales against the tensor `weight`, which they are of.
+
+        Raises:
+            ModelFileError: the engine cannot use it.
+        """
+        scales = weight_map.scales[weight_map.slices[weight][0].parameter]
+        shapes = scale_shapes(weight_map.shapes[weight], scales.block)
+        if weight not in self.tensors or self.tensors[weight].dtype != FP8:
+            problem = f"is a scale, but there is no {weight!r} in FP8; get the weights again"
+        elif stored.shape not in shapes or NAMES[stored.dtype] not in WEIGHTS:
+            problem = (
+                f"has shape {list(stored.shape)} and type {NAMES[stored.dtype]}; here a scale of {weight!r} "
+                f"may have the shapes {', '.join(str(list(shape)) for shape in shapes)} and the types "
+                f"{', '.join(WEIGHTS)}: start an engine with this checkpoint instead, or correct "
+                "quantization_config in config.json"
+            )
+        else:
+            return
+        raise ModelFileError(f"model file {stored.file.name}: tensor {stored.name!r} {problem}")
+
+    def copy(
+        self, arena: Arena, weight_map: WeightMap, buffers: BounceBuffers, dtype: torch.dtype
+    ) -> Iterator[int]:
         """Copy the slices of `weight_map` into `arena`, cast to its dtypes; yields the bytes of each copy.
+
+        Values are cast to `dtype` before they are quantized.
 
         Bytes that cannot be read in place pass through `buffers`.
 
@@ -262,10 +301,17 @@ class Shards:
         """
         for tensor in self.tensors.values():
             for part in weight_map.slices.get(tensor.name, ()):
-                target = box_of(arena.view(part.parameter), part)
-                yield from _copy(
-                    tensor, first=0, shape=tensor.shape, box=part.source, target=target, buffers=buffers
-                )
+                target = destination_of(arena.view, weight_map, part, dtype)
+                yield from _copy(tensor, first=0, shape=tensor.shape, target=target, buffers=buffers)
+            if weight := weight_map.weight_of_scale(tensor.name):
+                scales = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+                tensor.read_into(0, scales.numpy().data)
+                for part in weight_map.slices[weight]:
+                    target = destination_of(arena.view, weight_map, part)
+                    target.write_scales(
+                        scales.view(tensor.dtype).view(tensor.shape), weight_map.shapes[weight]
+                    )
+                    yield target.tensors[1].nbytes
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -307,39 +353,38 @@ def _values(tensor: StoredTensor) -> Iterator[Tensor]:
 
 
 def _copy(
-    tensor: StoredTensor, first: int, shape: Shape, box: Box, target: Tensor, buffers: BounceBuffers
+    tensor: StoredTensor, first: int, shape: Shape, target: Destination, buffers: BounceBuffers
 ) -> Iterator[int]:
-    """Copy `box` of the array of `shape` that begins at element `first` of `tensor` to `target`.
+    """Copy a box of the array of `shape` that begins at element `first` of `tensor` to `target`.
 
-    `target` has the shape of `box`. Whole rows go from the file to `target` if it is contiguous, on the CPU
-    and of the file's dtype. All others pass through `buffers` in blocks of rows; the copy from there also
-    cuts the columns out and casts the values. Yields the bytes of each copy.
+    Whole rows go from the file to `target` if it is contiguous, on the CPU and of the file's dtype. All
+    others pass through `buffers` in blocks of rows; the copy from there also cuts the columns out and casts
+    or quantizes the values. Yields the bytes of each copy.
     """
-    row_size = prod(shape[1:])
+    row_size, box, values = prod(shape[1:]), target.source, target.values
     if len(shape) == 3:  # a tensor of all experts: one expert's matrix after the other
         for place, index in enumerate(range(box[0].start, box[0].stop)):
-            yield from _copy(tensor, first + index * row_size, shape[1:], box[1:], target[place], buffers)
+            yield from _copy(tensor, first + index * row_size, shape[1:], target.expert(place), buffers)
         return
     row_bytes = row_size * tensor.dtype.itemsize
     start = first * tensor.dtype.itemsize + box[0].start * row_bytes
     columns = box[1:]
     is_whole = all(column == slice(0, size) for column, size in zip(columns, shape[1:], strict=True))
-    is_in_place = target.dtype == tensor.dtype and target.device.type == "cpu" and target.is_contiguous()
+    is_in_place = values.dtype == tensor.dtype and values.device.type == "cpu" and values.is_contiguous()
     if is_whole and is_in_place:
-        raw = target.view(-1).view(torch.uint8)
+        raw = values.view(-1).view(torch.uint8)
         for offset in range(0, raw.numel(), _CHUNK):
             piece = raw[offset : offset + _CHUNK]
             tensor.read_into(start + offset, piece.numpy().data)
             yield piece.numel()
         return
     step = max(1, buffers.num_bytes // row_bytes)
-    for row in range(0, len(target), step):
-        block = target[row : row + step]
-        with buffers.take(len(block) * row_bytes) as buffer:
+    for row in range(0, len(values), step):
+        count = min(step, len(values) - row)
+        with buffers.take(count * row_bytes) as buffer:
             tensor.read_into(start + row * row_bytes, buffer.numpy().data)
-            rows = buffer.view(tensor.dtype).view(len(block), *shape[1:])
-            block.copy_(rows[(slice(None), *columns)], non_blocking=True)
-        yield block.nbytes
+            target.write_rows(buffer.view(tensor.dtype).view(count, *shape[1:]), row)
+        yield sum(each[row : row + count].nbytes for each in target.tensors)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segue.checkpoint import bundled, hub, model_files
-from segue.config import LoadFormat
+from segue.config import LoadFormat, Quantization
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
 
@@ -53,11 +53,17 @@ def _digest(file: Path) -> str:
 
 
 def resolve(
-    model: str | None, load_format: LoadFormat, cache_dir: Path | str, *, revision: str | None = None
+    model: str | None,
+    load_format: LoadFormat,
+    cache_dir: Path | str,
+    *,
+    revision: str | None = None,
+    quantization: Quantization = "auto",
 ) -> ModelSource:
     """Find `model`: a directory, a GGUF file, a hub id, or None for the bundled model.
 
-    `revision` is a branch, tag or commit of a hub id; None: its main branch.
+    `revision` is a branch, tag or commit of a hub id; None: its main branch. For `quantization` see
+    `ModelConfig.quantized`.
 
     Files that the cache lacks are fetched and converted, except for the weights of a GGUF file.
 
@@ -65,6 +71,7 @@ def resolve(
         ModelFileError: the model or its revision does not exist, a file is missing or corrupt, or does not
             fit `load_format`.
         UnsupportedModelError: the architecture is not supported; the text lists the supported ones.
+        ConfigError: the model cannot have this quantization.
         CacheDirectoryError: a file has to be written to `cache_dir`, and `cache_dir` is not writable.
     """
     cache_dir = Path(cache_dir)
@@ -86,7 +93,7 @@ def resolve(
     directory = path if gguf is None else _converted(gguf, cache_dir)
     hf_config = read_json(directory / "config.json")
     try:
-        config = ModelConfig.from_hf(hf_config)
+        config = ModelConfig.from_hf(hf_config).quantized(quantization)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise model_files.corrupt(
             directory / "config.json", f"a field has a value of the wrong kind ({error})"

@@ -30,7 +30,7 @@ from segue.errors import (
 from segue.messages.kv import MAX_LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES, Bye, Hello, Proof
 
 # What must be equal, and how to make it so.
-SAME_MODEL = "give both the same --model and --load-format"
+SAME_MODEL = "give both the same --model, --load-format and --quantization"
 MUST_BE_EQUAL = {
     "protocol": "run the same version of Segue on both",
     "model": SAME_MODEL,

@@ -64,6 +64,9 @@ def describe_choices(config: EngineConfig) -> ChosenStart:
         Finding(
             name="dtype", value=str(resolved.dtype).removeprefix("torch."), why=resolved.reasons["dtype"]
         ),
+        Finding(
+            name="quantization", value=model.quantization or "none", why=resolved.reasons["quantization"]
+        ),
         *(
             Finding(name=spelling(name), value=str(getattr(resolved, name)), why=resolved.reasons[name])
             for name in _SIZES
@@ -97,7 +100,7 @@ def find_model(config: EngineConfig) -> tuple[ModelSource, str]:
             directory=path.parent,
             gguf=path,
             tokenizer_directory=None,
-            config=ModelConfig.from_hf(bundled.CONFIG),
+            config=ModelConfig.from_hf(bundled.CONFIG).quantized(config.quantization),
             model_type="llama",
             architectures=("LlamaForCausalLM",),
             eos_token_ids=(),
@@ -105,7 +108,14 @@ def find_model(config: EngineConfig) -> tuple[ModelSource, str]:
         return source, "the bundled model, because --model is left out"
     is_local = Path(config.model).expanduser().exists()
     load_format = config.load_format if is_local else "dummy"
-    return resolve(config.model, load_format, config.cache_dir, revision=config.revision), (
+    source = resolve(
+        config.model,
+        load_format,
+        config.cache_dir,
+        revision=config.revision,
+        quantization=config.quantization,
+    )
+    return source, (
         "--model names it" if is_local else "--model names it; weights of the hub are fetched at the start"
     )
 

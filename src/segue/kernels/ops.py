@@ -10,6 +10,7 @@ from torch import Tensor
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 from segue.kernels.cpu import ops as cpu
+from segue.kernels.fp8 import dequantize
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
@@ -93,7 +94,7 @@ class Plain:
     """A weight in its plain layout, multiplied by `F.linear`."""
 
     weight: Tensor  # [out, in]
-    num_bytes = 0
+    num_bytes: int = 0
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[M, in] -> [M, out]`."""
@@ -122,6 +123,57 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         if float32_output:  # oneDNN's product is in the weight's dtype
             return None
     return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Gemm:
+    """A GEMM by a weight in FP8, on CUDA."""
+
+    weight: Tensor  # [out, in]
+    scales: Tensor  # float32 [out, blocks]
+    block: int  # see `kernels.fp8`
+    num_bytes: int = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None, *, may_split: bool = False) -> Tensor:
+        """`[M, in] -> [M, out]`, or split-K partials as for `linear`."""
+        from segue.kernels.triton.fp8_gemm import fp8_linear
+
+        return fp8_linear(x, self.weight, self.scales, self.block, bias, may_split=may_split)
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizingGemm:
+    """A GEMM by a weight in FP8 that turns it to the dtype of the activations in each call: slow, no copy."""
+
+    weight: Tensor  # [out, in]
+    scales: Tensor  # float32 [out, blocks]
+    block: int  # see `kernels.fp8`
+    num_bytes: int = 0
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        return F.linear(x, dequantize(self.weight, self.scales, self.block).to(x.dtype), bias)
+
+
+def pack_fp8(
+    weight: Tensor, scales: Tensor, block: int, dtype: torch.dtype, *, deterministic: bool = False
+) -> Gemm:
+    """Returns a GEMM by `weight` `[out, in]` in FP8, for `linear`, of activations in `dtype`.
+
+    For `scales` and `block` see `kernels.fp8`. On CPUs the GEMM holds a copy of the weight's values in
+    `dtype`. With `deterministic` it is batch-invariant, on CPUs only.
+    """
+    if weight.is_cuda:
+        assert not deterministic, "the start refuses it"
+        return FP8Gemm(weight, scales, block)
+    values = dequantize(weight, scales, block).to(dtype)
+    return BatchInvariantGemm.from_weight(values, _pack_copy) if deterministic else _pack_copy(values)
+
+
+def _pack_copy(values: Tensor) -> Gemm:
+    """Returns what `_pack_cpu` does for values that nothing else holds: they count as bytes of the GEMM."""
+    gemm = _pack_cpu(values)
+    return Plain(values, values.nbytes) if isinstance(gemm, Plain) else gemm
 
 
 def _pack_cpu(weight: Tensor) -> Gemm:
@@ -168,7 +220,12 @@ def linear(
             return product if bias is None else product.add_(bias)
     if _uses_cpu_kernel(x, weight, packed):
         return cpu.gemm(x, weight, bias, torch.float32 if float32_output else x.dtype)
-    result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
+    if packed is None:
+        result = F.linear(x, weight, bias)
+    elif isinstance(packed, FP8Gemm):
+        result = packed(x, bias, may_split=may_split)
+    else:
+        result = packed(x, bias)
     return result.float() if float32_output else result
 
 

@@ -17,7 +17,13 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k")  # of generation_config.json
 
 def find_model(config: EngineConfig) -> ModelSource:
     """Find the files of --model, and of --tokenizer; raises as :func:`segue.checkpoint.source.resolve`."""
-    source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
+    source = resolve(
+        config.model,
+        config.load_format,
+        config.cache_dir,
+        revision=config.revision,
+        quantization=config.quantization,
+    )
     if config.tokenizer is None:
         return source
     return replace(source, tokenizer_directory=tokenizer_files(config.tokenizer))

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.ops import add_rms_norm, linear, pack
+from segue.kernels.fp8 import FP8
+from segue.kernels.ops import DequantizingGemm, add_rms_norm, linear, pack, pack_fp8
+from segue.sizes import ceil_div
 
 
 class Layer(nn.Module):
@@ -59,7 +61,7 @@ class Linear(Layer):
     """One rank's shard of a column-parallel layer: takes the whole input, computes its own outputs.
 
     `packed` is the weight in the layout of a GEMM (`kernels.ops.pack`), or None where the weight itself is
-    used. It has to be built again after each change of the weight.
+    used. It has to be built again after each change of the weight. A weight in FP8 has it always.
     """
 
     def __init__(
@@ -81,7 +83,18 @@ class Linear(Layer):
         self.float32_output = float32_output
         self.weight: Tensor = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.scale: Tensor | None = None  # of a weight in FP8
+        self.block = 0
+        self.dtype = torch.float32  # of the activations of a weight in FP8
         self.packed: Gemm | None = None
+
+    def make_fp8(self, block: int) -> None:
+        """Have the weight in FP8, of undefined values, with a scale for each `block` of a row; 0: per row."""
+        rows, columns = self.weight.shape
+        self.block, self.dtype = block, self.weight.dtype
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=FP8), requires_grad=False)
+        scales = torch.empty(rows, ceil_div(columns, block or columns), device=self.weight.device)
+        self.scale = nn.Parameter(scales, requires_grad=False)
 
     def build_derived(self, packed: Gemm | None = None, *, deterministic: bool = False) -> int:
         """Pack the weight again, as a batch-invariant GEMM with `deterministic`; returns the copy's bytes.
@@ -89,15 +102,28 @@ class Linear(Layer):
         If the weight is `packed` already, by :meth:`pack`, that is used.
         """
         self.packed = None  # frees its memory first
-        self.packed = packed or pack(
-            self.weight, deterministic=deterministic, float32_output=self.float32_output
-        )
+        self.packed = packed or self._pack(self.weight, self.scale, deterministic)
         return 0 if self.packed is None else self.packed.num_bytes
 
-    def pack(self, weight: Tensor, *, deterministic: bool = False) -> Gemm | None:
-        """Return the packed copy of another weight for this layer; None if it would use the weight itself."""
-        packed = pack(weight, deterministic=deterministic, float32_output=self.float32_output)
+    def drop_packed(self) -> None:
+        """Free the packed copy; a weight in FP8 is dequantized in each call until there is one again."""
+        scale = self.scale
+        self.packed = None if scale is None else DequantizingGemm(self.weight, scale, self.block)
+
+    def pack(
+        self, weight: Tensor, scale: Tensor | None = None, *, deterministic: bool = False
+    ) -> Gemm | None:
+        """Return the packed copy of another weight for this layer; None if it would use the weight itself.
+
+        `scale` are the scales of a weight in FP8.
+        """
+        packed = self._pack(weight, scale, deterministic)
         return packed if packed is not None and packed.num_bytes else None
+
+    def _pack(self, weight: Tensor, scale: Tensor | None, deterministic: bool) -> Gemm | None:
+        if scale is not None:
+            return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
+        return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""

@@ -6,7 +6,7 @@ import torch
 
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
-from segue.memory.arena import Layout, TensorSpec
+from segue.memory.arena import Layout
 from segue.memory.budget import CPU_POOL_LIMIT, GRAPH_RESERVE, Demand, Reserve
 from segue.model_runner.batch_state import BatchState
 from segue.model_runner.eager import why_unwanted
@@ -98,7 +98,4 @@ def least_demand(
 
 def weight_bytes(model: ModelConfig, tp: TPInfo, dtype: torch.dtype) -> int:
     """Return the bytes of the arena with a rank's weights."""
-    shapes = weight_map.build(model, tp).parameters
-    return Layout.of(
-        TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items()
-    ).num_bytes
+    return Layout.of(weight_map.build(model, tp).specs(dtype)).num_bytes

@@ -60,7 +60,12 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     """
     reasons: dict[str, str] = {}
     device, reasons["device"] = _device(config, tp)
+    reasons["quantization"] = (
+        "--quantization names it" if config.quantization != "auto" else "the checkpoint's own format"
+    )
     dtype, reasons["dtype"] = _dtype(config, source)
+    if source.config.fp8 is not None and device.type == "cuda":
+        _check_fp8(device, dtype)
     if config.deterministic and device.type == "cuda":
         _check_deterministic(source, tp, device, dtype)
     model_len = source.config.max_position
@@ -128,6 +133,23 @@ def _device(config: EngineConfig, tp: TPInfo) -> tuple[torch.device, str]:
     return torch.device("cuda", tp.rank), why
 
 
+def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise the reason why weights in FP8 cannot be used on this CUDA device, if there is one."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"weights in FP8 on compute capability {capability}: the device must have FP8, which (8, 9) was "
+            "the first to have; use such a device, or a bfloat16 version of the model without --quantization",
+            param="quantization",
+        )
+    if dtype == torch.float32:
+        raise ConfigError(
+            "weights in FP8 with dtype='float32': on CUDA the activations must be in bfloat16 or float16; "
+            "use one of them",
+            param="dtype",
+        )
+
+
 def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, dtype: torch.dtype) -> None:
     """Raise the reason why `--deterministic` cannot be kept on this CUDA device, if there is one."""
     remedy, capability = "or leave --deterministic out", torch.cuda.get_device_capability(device)
@@ -141,6 +163,12 @@ def _check_deterministic(source: ModelSource, tp: TPInfo, device: torch.device, 
         raise ConfigError(
             f"deterministic=True with a mixture of experts: on CUDA the GEMMs of an expert depend on the "
             f"number of its tokens; use a dense model, {remedy}",
+            param="deterministic",
+        )
+    if source.config.fp8 is not None:
+        raise ConfigError(
+            f"deterministic=True with weights in FP8: on CUDA there is no batch-invariant GEMM for them; use "
+            f"a bfloat16 version of the model without --quantization, {remedy}",
             param="deterministic",
         )
     if dtype == torch.float32:

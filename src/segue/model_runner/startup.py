@@ -104,7 +104,8 @@ class Startup:
         self._shape, self.selection, self._experts = chosen.setting.shape, chosen.selection, chosen.experts
         self._page_bytes = resolved.kv_shape(model, chosen.sizes, num_pages=0).page_bytes
         self._on_cpu = resolved.device.type == "cpu"
-        return 0, f"{resolved.device}, {resolved.dtype}, rank {tp.rank} of {tp.size}"
+        fp8 = ", linear layers in FP8" if model.fp8 is not None else ""
+        return 0, f"{resolved.device}, {resolved.dtype}{fp8}, rank {tp.rank} of {tp.size}"
 
     def _connect(self) -> Made:
         """Connect the ranks, and find out whether their collectives can be captured in CUDA graphs.

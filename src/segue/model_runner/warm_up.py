@@ -109,7 +109,7 @@ def all_steps(steps: Iterable[int], limits: EngineLimits, *, max_scored: int) ->
 
 def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> set[int]:
     """Return the numbers of rows up to which the kernels of a step are the same, of all its parts."""
-    from segue.kernels.triton import gate_up_silu, gemm, moe
+    from segue.kernels.triton import fp8_gemm, gate_up_silu, gemm, moe
     from segue.kernels.triton.launch import FEW_ROWS, num_sms
 
     max_rows = limits.chunked_prefill_size + limits.max_running_requests
@@ -117,6 +117,8 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
     if (fused := model.collectives.fused_all_reduce) is not None:
         found.add(fused.max_rows)
     config = model.config
+    if config.quantization is not None:
+        found |= fp8_gemm.row_steps()
     if config.moe is not None:
         found |= moe.token_steps(
             config.moe.num_experts_per_tok,

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, cast, get_args
 
-from segue.errors import UnsupportedModelError
+from segue.dtypes import FP8_BLOCK
+from segue.errors import ConfigError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -36,6 +37,8 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
 
+# Small models lose more by FP8, and speed hardly depends on their scales: they have finer ones.
+_SMALL, _SMALL_BLOCK = 1024, 16  # hidden size from which on a model is not small; weights per scale
 _SET_UNLESS_0 = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")  # 0 means the default
 _SET_UNLESS_NULL = ("attention_factor", "mscale", "mscale_all_dim")
 
@@ -50,6 +53,13 @@ class MoEConfig:
     norm_topk_prob: bool  # whether the weights of the chosen experts are scaled to sum to 1
     sparse_step: int = 1  # every sparse_step-th layer is sparse
     dense_layers: tuple[int, ...] = ()  # exceptions: layers that are dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Config:
+    """The linear layers of the decoder are in FP8 (float8_e4m3fn), with float32 scales."""
+
+    block: int = 0  # consecutive weights of a row that have one scale; 0: all of the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +84,39 @@ class ModelConfig:
     qk_norm: bool
     dtype: str | None  # the dtype of the checkpoint, such as "bfloat16"
     moe: MoEConfig | None = None
+    fp8: FP8Config | None = None  # None: all weights are in the dtype of the engine
+
+    @property
+    def quantization(self) -> str | None:
+        """How clients are told the format of the linear layers' weights; None: as all others."""
+        return None if self.fp8 is None else "fp8"
 
     def is_sparse(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
         moe = self.moe
         return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
+
+    def quantized(self, quantization: Literal["auto", "none", "fp8"]) -> Self:
+        """Return the configuration with the format of weights that `--quantization` asks for.
+
+        Raises:
+            ConfigError: this model cannot have it.
+        """
+        if quantization == "none" and self.fp8 is not None:
+            raise ConfigError(
+                "quantization='none', but the checkpoint is in FP8; leave --quantization out, or use a "
+                "bfloat16 version of the model",
+                param="quantization",
+            )
+        if quantization != "fp8" or self.fp8 is not None:
+            return self
+        if self.moe is not None:
+            raise ConfigError(
+                "quantization='fp8' with a mixture of experts: only dense models run in FP8; use a dense "
+                "model, or leave --quantization out",
+                param="quantization",
+            )
+        return replace(self, fp8=FP8Config(block=_SMALL_BLOCK if self.hidden_size < _SMALL else 0))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -89,11 +127,11 @@ class ModelConfig:
                 or a size is missing or wrong.
         """
         architecture = _architecture(config)
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
+        fp8 = _fp8(config["quantization_config"]) if config.get("quantization_config") else None
+        if fp8 is not None and architecture == "Qwen3MoeForCausalLM":
             raise UnsupportedModelError(
-                f"the model is quantised ({method!r}); supported are float32, float16 and bfloat16 "
-                "weights and GGUF files: use an unquantised or a GGUF version of the model"
+                "the model is a mixture of experts in FP8; supported are dense models in FP8: use a bfloat16 "
+                "version of the model"
             )
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
@@ -136,7 +174,39 @@ class ModelConfig:
             qk_norm=is_qwen3,
             dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             moe=_moe(config) if architecture == "Qwen3MoeForCausalLM" else None,
+            fp8=fp8,
         )
+
+
+def _fp8(config: Mapping[str, Any]) -> FP8Config:
+    """Read `quantization_config`: FP8 by its own method, or in the form of compressed-tensors.
+
+    Which layers are in FP8 is not read here: the dtype of each tensor tells.
+    """
+    method = config.get("quant_method", "unknown")
+    if method == "fp8":
+        found = [(config.get("fmt", "e4m3"), config.get("weight_block_size"))]
+    elif method == "compressed-tensors":
+        weights = [dict(group.get("weights") or {}) for group in (config.get("config_groups") or {}).values()]
+        found = [(_compressed_format(each), each.get("block_structure")) for each in weights]
+    else:
+        found = []
+    blocks = {None if block is None else tuple(block) for _, block in found}
+    is_known = {kind for kind, _ in found} == {"e4m3"} and len(blocks) == 1
+    if not is_known or not blocks <= {None, (FP8_BLOCK, FP8_BLOCK)}:
+        raise UnsupportedModelError(
+            f"the model is quantised ({method!r}: {found}); supported are FP8 weights (e4m3) with a scale "
+            f"per tensor, row or block of [{FP8_BLOCK}, {FP8_BLOCK}], float32, float16 and bfloat16 "
+            "weights, and GGUF files: use such a version of the model"
+        )
+    return FP8Config(block=0 if blocks == {None} else FP8_BLOCK)
+
+
+def _compressed_format(weights: Mapping[str, Any]) -> str:
+    """Return "e4m3" for weights that compressed-tensors describes as FP8, else what they are."""
+    kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    is_fp8 = (kind, bits) == ("float", 8) and strategy in ("tensor", "channel", "block")
+    return "e4m3" if is_fp8 and weights.get("symmetric", True) else f"{kind}{bits} per {strategy}"
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

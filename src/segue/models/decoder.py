@@ -335,19 +335,22 @@ class Decoder(Layer):
             if isinstance(module, (Linear, RMSNorm, Attention)) and not values.isdisjoint(module.parameters())
         ]
 
-    def pack(self, name: str, weight: Tensor) -> Gemm | None:
-        """Return the packed copy of other values of the parameter `name`; None if no layer keeps one."""
+    def pack(self, name: str, weight: Tensor, scale: Tensor | None = None) -> Gemm | None:
+        """Return the packed copy of other values of the parameter `name`; None if no layer keeps one.
+
+        `scale` are the scales of a parameter in FP8.
+        """
         parameter = self.get_parameter(name)
         for module in self.modules():
             if isinstance(module, Linear) and module.weight is parameter:
-                return module.pack(weight, deterministic=self.deterministic)
+                return module.pack(weight, scale, deterministic=self.deterministic)
         return None
 
     def drop_packed(self) -> None:
         """Free the packed copies of the weights; `build_derived` makes them again."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.packed = None
+                module.drop_packed()
 
 
 def build_model(
@@ -358,7 +361,7 @@ def build_model(
     moe_backend: MoEBackend = run_by_expert,
     deterministic: bool = False,
 ) -> Decoder:
-    """Build this rank's shard of the model, with parameters on the `meta` device in `dtype`.
+    """Build this rank's shard of the model, with parameters on the `meta` device in `dtype`, or in FP8.
 
     With `deterministic` the bits of a token's results do not depend on the other tokens of a step.
 
@@ -366,4 +369,9 @@ def build_model(
         TensorParallelError: the model cannot be split over so many ranks.
     """
     with torch.device("meta"):
-        return Decoder(config, collectives or Collectives(), moe_backend, deterministic).to(dtype)
+        model = Decoder(config, collectives or Collectives(), moe_backend, deterministic).to(dtype)
+        if config.fp8 is not None:
+            for module in model.layers.modules():
+                if isinstance(module, Linear):
+                    module.make_fp8(config.fp8.block)
+        return model

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
+from segue.errors import TensorParallelError
+from segue.memory.arena import TensorSpec
 from segue.models.config import ModelConfig
 from segue.models.sharding import Shard, shard
+from segue.sizes import ceil_div
 
 Box = tuple[slice, ...]  # one slice per dimension, with explicit start and stop
 Shape = tuple[int, ...]
@@ -32,6 +36,15 @@ class Slice:
     parameter: str
     destination: Box
     source: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """The float32 scales of a parameter in FP8, which are a parameter too, with as many rows."""
+
+    name: str
+    shape: Shape
+    block: int  # consecutive weights of a row that have one scale; 0: all of the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,30 @@ class WeightMap:
     aliases: dict[str, str] = field(default_factory=dict)
     # Name of a tensor with all experts of a layer -> the names of each expert's own tensors, its other form.
     stacked: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Parameter in FP8 -> its scales, which are not among `parameters`: writing the parameter makes them.
+    scales: dict[str, Scales] = field(default_factory=dict)
+
+    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """Return all parameters, scales included, of an engine whose weights are in `dtype` or in FP8."""
+        found = [
+            TensorSpec(name=name, shape=shape, dtype=torch.float8_e4m3fn if name in self.scales else dtype)
+            for name, shape in self.parameters.items()
+        ]
+        return found + [
+            TensorSpec(name=each.name, shape=each.shape, dtype=torch.float32) for each in self.scales.values()
+        ]
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the checkpoint tensor `name` fills parameters in FP8."""
+        return any(part.parameter in self.scales for part in self.slices.get(name, ()))
+
+    def weight_of_scale(self, name: str) -> str | None:
+        """Return the tensor in FP8 whose scales a checkpoint calls `name`; None: there is none."""
+        if not self.scales:
+            return None
+        weight, _, kind = name.rpartition("_")
+        weight = weight.removesuffix("_scale") if kind == "inv" else weight if kind == "scale" else ""
+        return weight if self.is_fp8(weight) else None
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +141,32 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
     """
     weight_map = WeightMap()
     _WeightMapBuilder(weight_map, config, shard(config, tp)).add_model()
+    if config.fp8 is not None:
+        _add_scales(weight_map, config.fp8.block)
     return weight_map
+
+
+def _add_scales(weight_map: WeightMap, block: int) -> None:
+    """Add the scales of the linear layers of the decoder: of all matrices but embeddings and head."""
+    for name, shape in weight_map.parameters.items():
+        if name.startswith("layers.") and len(shape) == 2:
+            weight_map.scales[name] = Scales(
+                name=f"{name.removesuffix('weight')}scale",
+                shape=(shape[0], ceil_div(shape[1], block) if block else 1),
+                block=block,
+            )
+    for name, parts in weight_map.slices.items():
+        for part in parts:
+            columns = part.source[-1]
+            if part.parameter not in weight_map.scales or not block:
+                continue
+            if columns.start % block or (columns.stop % block and columns.stop != weight_map.shapes[name][1]):
+                raise TensorParallelError(
+                    f"the tensor-parallel size gives this rank columns {columns.start} to {columns.stop} of "
+                    f"{name!r}; they must begin and end at multiples of {block}, because blocks of as many "
+                    "columns have a scale of their own: use another --tp",
+                    param="tp",
+                )
 
 
 class _WeightMapBuilder:

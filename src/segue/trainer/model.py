@@ -42,6 +42,12 @@ class TrainedModel:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         source = resolve(model, "auto", cache_dir or EngineConfig.create().cache_dir)
+        if source.config.fp8 is not None:
+            raise ConfigError(
+                f"model {source.name} is in FP8, and training needs more precise weights; use a bfloat16 "
+                "version of it",
+                param="model",
+            )
         self.name = source.name
         self.module = load_model(source, getattr(torch, dtype)).to(place).train()
         self.num_steps = 0

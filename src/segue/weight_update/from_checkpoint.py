@@ -73,9 +73,9 @@ def _load(staged: StagedWeights, request: UpdateFromDisk) -> list[str]:
 
 
 def _differences(served: ModelConfig, other: ModelConfig) -> list[str]:
-    """Returns the config fields that differ; a different dtype does not count, since values are cast."""
+    """Returns the config fields that differ; the format of the weights does not count: it is converted."""
     return [
         f"{field.name} is {getattr(other, field.name)!r}, not {getattr(served, field.name)!r}"
         for field in fields(ModelConfig)
-        if field.name != "dtype" and getattr(served, field.name) != getattr(other, field.name)
+        if field.name not in ("dtype", "fp8") and getattr(served, field.name) != getattr(other, field.name)
     ]

@@ -8,6 +8,7 @@ which parameter (`destination`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from segue.memory.checksum import MASK, scramble
 from segue.memory.tensor_ops import BLOCK, BLOCK_CUDA, equal
 from segue.messages.weight_operations import GetWeights, Inspection
 from segue.models import weight_map
-from segue.models.weight_map import Slice, box_of
+from segue.models.weight_map import Box, Slice
 from segue.weight_update.served import ServedWeights
 
 _MAX_VALUES = 1 << 20  # in an answer: one process turns them into lists while generation waits
@@ -80,7 +81,7 @@ class Inspector:
             rows = part.source[0]
             count = min(size, rows.stop) - rows.start  # not above 0: this part begins after the wanted rows
             if count > 0:
-                values = self._view(part)[:count].float().cpu().contiguous()
+                values = self._served.destination(part).read()[:count].float().cpu().contiguous()
                 place = [
                     [rows.start, rows.start + count],
                     *([box.start, box.stop] for box in part.source[1:]),
@@ -95,29 +96,42 @@ class Inspector:
         """
         if self._owned_slices is None:
             self._owned_slices = _owned_slices(self._served)
-        names = [name for name in self._owned_slices if self._owned_slices[name]]
+        owned = self._owned_slices
+        names = [name for name in owned if owned[name]]
         sums = [
-            torch.stack([self._checksum(name, part) for part in self._owned_slices[name]]).sum()
+            torch.stack([self._checksum(*each) for each in self._contents(name, owned[name])]).sum()
             for name in names
         ]
         found = torch.stack(sums).tolist() if sums else []
         return {name: value & MASK for name, value in zip(names, found, strict=True)}
 
-    def _checksum(self, name: str, part: Slice) -> Tensor:
-        """Returns the checksum of one part, an int64 scalar on the weights' device.
+    def _contents(self, name: str, parts: Iterable[Slice]) -> Iterator[tuple[str, Tensor, Box]]:
+        """Yields what counts in the checksum of a tensor: each of `parts`, with a name and its box.
+
+        Scales of a part in FP8 are a part too. Those of whole rows count with the first columns alone.
+        """
+        for part in parts:
+            memory, rows = self._served.destination(part), part.source[0]
+            yield name, memory.values, part.source
+            if memory.scales is not None and (memory.block or part.source[1].start == 0):
+                first = part.source[1].start // (memory.block or 1)
+                columns = slice(first, first + memory.scales.shape[1])
+                yield f"{name}: scales", memory.scales, (rows, columns)
+
+    def _checksum(self, name: str, view: Tensor, box: Box) -> Tensor:
+        """Returns the checksum of one part, with its box of a tensor: an int64 scalar on its device.
 
         Each value's bits are multiplied by a weight of its row and one of its column in the whole tensor,
         then summed modulo 2**64. So it does not matter how the ranks split a tensor. The rows' weights depend
         on `name` as well, so that two tensors with exchanged contents change the total.
         """
-        view = self._view(part)
-        rows, columns = (view, part.source[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
+        rows, columns = (view, box[1]) if view.dim() == 2 else (view[:, None], slice(0, 1))
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         of_columns = _position_weights(columns.start, rows.shape[1], 1, view.device)
-        of_rows = _position_weights(part.source[0].start, rows.shape[0], key, view.device)
+        of_rows = _position_weights(box[0].start, rows.shape[0], key, view.device)
         total = torch.zeros((), dtype=torch.int64, device=view.device)
         step = max(1, (BLOCK_CUDA if view.is_cuda else BLOCK) // rows.shape[1])
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.itemsize]
         for start in range(0, len(rows), step):
             block = rows[start : start + step].view(kind).long()
             total += block.mul_(of_columns).sum(1).mul_(of_rows[start : start + step]).sum()
@@ -130,15 +144,25 @@ class Inspector:
             raise InvalidRequestError(
                 "there is no snapshot to compare with: take one first (action 'snapshot')"
             )
-        table, arena, dtype = self._served.weight_map, self._served.arena, self._served.dtype
+        table, arena = self._served.weight_map, self._served.arena
         # Whole parameters first: the parts of many experts, one by one, take two to four times as long.
-        changed = {name for name, values in snapshot.items() if not equal(arena.view(name), values, dtype)}
+        changed = {
+            name for name, values in snapshot.items() if not equal(arena.view(name), values, values.dtype)
+        }
+        changed |= {name for name, scales in table.scales.items() if scales.name in changed}
         return [
             name
             for name in table.names
             if any(
                 part.parameter in changed
-                and not equal(self._view(part), box_of(snapshot[part.parameter], part), dtype)
+                and not all(
+                    equal(one, other, other.dtype)
+                    for one, other in zip(
+                        self._served.destination(part).tensors,
+                        self._served.destination(part, snapshot.__getitem__).tensors,
+                        strict=True,
+                    )
+                )
                 for part in table.slices[name]
             )
         ]
@@ -154,10 +178,6 @@ class Inspector:
         for name, box in self._served.weight_map.padding.items():
             arena.view(name)[box].zero_()
         self._served.note_lost()
-
-    def _view(self, part: Slice) -> Tensor:
-        """Returns the served values of a part, in the shape of its box of the tensor."""
-        return box_of(self._served.arena.view(part.parameter), part)
 
 
 def _owned_slices(served: ServedWeights) -> dict[str, tuple[Slice, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from segue.dtypes import FLOATS
+from segue.kernels.fp8 import scale_shapes
 from segue.messages.weight_operations import Manifest
 from segue.models.weight_map import WeightMap
 
@@ -20,7 +21,10 @@ DTYPES = {  # a client's dtype name, without "torch." -> torch's name
     "bfloat16": "bfloat16", "bf16": "bfloat16",
     "int64": "int64", "long": "int64", "int32": "int32", "int": "int32", "int16": "int16", "short": "int16",
     "int8": "int8", "uint8": "uint8", "bool": "bool",
+    "float8_e4m3fn": "float8_e4m3fn",
 }  # fmt: skip
+
+FP8 = "float8_e4m3fn"
 
 _SHOWN = 20  # problems listed in a message
 
@@ -80,6 +84,8 @@ def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
     that it is tied to may both come; whether they are equal is checked once they are here.
     """
     problems = []
+    sent = {name: dtype for name, dtype, _ in tensors(manifest)}
+    scaled = {table.weight_of_scale(name) for name in sent}
     names: set[str] = set()
     sent_as: dict[str, str] = {}  # tensor name, never a stacked one -> the manifest's name that contains it
     for name, dtype, shape in tensors(manifest):
@@ -88,12 +94,21 @@ def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
             problems.append(f"{name!r} is in the manifest more than once")
             continue
         names.add(name)
+        if weight := table.weight_of_scale(name):
+            problems += _scale_problems(name, dtype, shape, weight, sent.get(weight), table)
+            continue
         if expected is None:
             problems.append(f"{name!r} is not a tensor of this model")
             continue
         if shape != expected:
             problems.append(f"{name!r} has shape {list(shape)}; this model's has {list(expected)}")
-        if dtype not in FLOATS:
+        if dtype == FP8 and table.is_fp8(name):
+            if name not in scaled:
+                problems.append(
+                    f"{name!r} has dtype {dtype}, and its scale is missing: send it in the same manifest, as "
+                    f"{name + '_scale'!r}, or send the tensor in bfloat16"
+                )
+        elif dtype not in FLOATS:
             problems.append(f"{name!r} has dtype {dtype}; weights must have one of {', '.join(FLOATS)}")
         twice = [each for each in table.stacked.get(name, (name,)) if sent_as.setdefault(each, name) != name]
         if twice:
@@ -105,3 +120,20 @@ def _weight_problems(manifest: Manifest, table: WeightMap) -> list[str]:
         problems += [f"{name!r} is missing; send it, or set partial: true" for name in missing]
     unknown = [name for name in manifest.checksums or () if name not in names]
     return problems + [f"{name!r} has a checksum but is in no bucket" for name in unknown]
+
+
+def _scale_problems(
+    name: str, dtype: str, shape: tuple[int, ...], weight: str, sent: str | None, table: WeightMap
+) -> list[str]:
+    """Returns the problems of `name`, the scales of `weight`, which came in dtype `sent` (None: not)."""
+    if sent != FP8:
+        return [f"{name!r} is the scale of {weight!r}, which is not sent in {FP8}: send both, or neither"]
+    block = table.scales[table.slices[weight][0].parameter].block
+    shapes = scale_shapes(table.shapes[weight], block)
+    problems = []
+    if shape not in shapes:
+        allowed = ", ".join(str(list(each)) for each in shapes)
+        problems.append(f"{name!r} has shape {list(shape)}; in this engine a scale may have {allowed}")
+    if dtype not in FLOATS:
+        problems.append(f"{name!r} has dtype {dtype}; scales must have one of {', '.join(FLOATS)}")
+    return problems

@@ -40,7 +40,8 @@ class PackedAhead:
         pack = self._served.pack
         if pack is None:
             return
-        new = [name for name in names if name not in self._made]
+        given = dict.fromkeys(names)  # in order
+        new = [name for name in given if name not in self._made]
         needed, free = sum(view(name).nbytes for name in new), free_cpu_memory()
         if needed > free:
             logger.info(
@@ -52,8 +53,12 @@ class PackedAhead:
         for name in new:
             if is_cancelled():
                 return
+            scales = self._served.weight_map.scales.get(name)
+            if scales is not None and scales.name not in given:  # they lie in a slab that does not change
+                continue
+            values = view(name), None if scales is None else view(scales.name)
             # An error on the stream of the steps would make all later steps fail.
-            made = self._served.submit(partial(_result_or_error, partial(pack, name, view(name)))).result()
+            made = self._served.submit(partial(_result_or_error, partial(pack, name, *values))).result()
             if isinstance(made, Exception):
                 logger.warning("weights are packed in the pause of their commit, not before (%s)", made)
                 return

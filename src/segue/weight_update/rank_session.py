@@ -246,8 +246,11 @@ class RankSession:
         if problems := check(manifest, served.weight_map):
             return problems
         self._num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-        is_elsewhere = any(tensor.device != served.device for _, tensor in tensors)
-        if command.copy or self._staged.must_stage or is_elsewhere:
+        # A commit only copies: what is on another device, or is to be quantized, is staged.
+        must_stage = any(
+            tensor.device != served.device or served.weight_map.is_fp8(name) for name, tensor in tensors
+        )
+        if command.copy or self._staged.must_stage or must_stage:
             sink = Incoming(self._staged, manifest, served.device, receive_buffer=0)
             for name, tensor in tensors:
                 sink.store(name, tensor)

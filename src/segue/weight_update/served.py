@@ -17,7 +17,8 @@ from segue.kernels.batch_invariant import Gemm
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
-from segue.models.weight_map import WeightMap
+from segue.models.destination import Destination, destination_of
+from segue.models.weight_map import Slice, WeightMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,9 @@ class ServedWeights:
     submit: Callable[[Callable[[], Any]], Future[Any]]
     # Rebuilds everything derived from these parameters; copies of those that are packed already are given.
     rebuild: Callable[[Collection[str], Mapping[str, Gemm]], object]
-    # Returns the packed copy of new values of a parameter, if its layer keeps one; None: no layer does.
-    pack: Callable[[str, Tensor], Gemm | None] | None = None
+    # Returns the packed copy of new values of a parameter (and of the scales of one in FP8), if its layer
+    # keeps one; None: no layer does.
+    pack: Callable[[str, Tensor, Tensor | None], Gemm | None] | None = None
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     # Repository on the hub -> its revision that is served; of others the main branch is read.
     revisions: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +71,13 @@ class ServedWeights:
         for name in self.weight_map.names:
             for part in self.weight_map.slices[name]:
                 found[part.parameter].add(name)
+        for parameter, scales in self.weight_map.scales.items():
+            found[scales.name] = found[parameter]
         return {parameter: frozenset(names) for parameter, names in found.items()}
+
+    def destination(self, part: Slice, view: Callable[[str], Tensor] | None = None) -> Destination:
+        """Return where `part` is served, or where it goes by the memory that `view` returns by name."""
+        return destination_of(view or self.arena.view, self.weight_map, part, self.dtype)
 
     def note_lost(self) -> None:
         """Note that the values of all weights are lost."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from segue.kernels.fp8 import FP8, expand_scales, has_nan, quantize
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.checksum import MASK, digest
 from segue.memory.rank_memory import NextWeights
 from segue.memory.tensor_ops import Copies, are_finite, as_sent, copy_into, equal, is_groupable
 from segue.messages.weight_operations import Manifest, StagingPlace
-from segue.models.weight_map import Box, Slice, box_of
+from segue.models.destination import Destination, rows_at_a_time
+from segue.models.weight_map import Slice
 from segue.weight_update.manifest import first, tensors
 from segue.weight_update.packing import PackedAhead
 from segue.weight_update.served import ServedWeights
@@ -78,9 +80,13 @@ class StagedWeights:
         names = list(names)
         aliases = [name for name in names if name in table.aliases and name not in self._views]
         written = {
-            each for name in names if name not in table.aliases for each in table.stacked.get(name, (name,))
+            each
+            for name in names
+            if name not in table.aliases and table.weight_of_scale(name) is None
+            for each in table.stacked.get(name, (name,))
         }
         touched = {part.parameter for name in written for part in table.slices[name]}
+        touched |= {table.scales[name].name for name in touched & table.scales.keys()}
         self.packed.forget(touched)
         new = [spec for spec in self.served.specs if spec.name in touched and spec.name not in self._views]
         kept: list[str] = []  # parameters that lie beside the new ones
@@ -89,7 +95,7 @@ class StagedWeights:
                 arena = self._take(new, place, receive_buffer)
             else:
                 arena, kept = self._take_slabs(self.next_weights, new, place, receive_buffer)
-            if len(new) == len(table.parameters):  # the arena then has the layout of the served one
+            if len(new) == len(self.served.specs):  # the arena then has the layout of the served one
                 self.whole = arena
         if aliases:
             self._take([self._tied_spec(name) for name in aliases], place, receive_buffer=0)
@@ -101,14 +107,14 @@ class StagedWeights:
                 self._prepare(spec.name)
         self.memory.synchronize()
 
-    def parts(self, name: str) -> Iterator[tuple[Tensor, Box]]:
-        """Yields the parts of tensor `name` that this rank keeps: staging memory, and the tensor's box."""
+    def parts(self, name: str) -> Iterator[Destination]:
+        """Yields the parts of tensor `name` that this rank keeps, in staging memory."""
         meaning = self.served.weight_map.aliases.get(name)
         for part in self.served.weight_map.slices[meaning or name]:
             if meaning is None:
-                yield box_of(self._views[part.parameter], part), part.source
+                yield self.served.destination(part, self._views.__getitem__)
             else:
-                yield self._views[name], part.source
+                yield Destination(values=self._views[name], source=part.source)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of served memory and the staged memory to copy there."""
@@ -200,15 +206,21 @@ class StagedWeights:
 
         Whole parameters are checked first, in few launches; only those of a bad parameter tensor by tensor.
         """
-        table = self.served.weight_map
-        parameters = list({part.parameter for name in names for part in table.slices.get(name, ())})
-        found = are_finite([self._views[name] for name in parameters], self.served.dtype)
-        bad = {name for name, finite in zip(parameters, found, strict=True) if not finite}
+        table, dtype = self.served.weight_map, self.served.dtype
+        written = {part.parameter for name in names for part in table.slices.get(name, ())}
+        fp8 = written & table.scales.keys()  # whether these are finite, their scales tell
+        bad = {name for name in fp8 if has_nan(self._views[name])}
+        for kind, parameters in (
+            (torch.float32, {table.scales[name].name: name for name in fp8}),
+            (dtype, {name: name for name in written - fp8}),
+        ):
+            found = are_finite([self._views[name] for name in parameters], kind)
+            bad |= {name for name, finite in zip(parameters.values(), found, strict=True) if not finite}
         return [
-            not_finite(name, self.served.dtype)
+            not_finite(name, dtype)
             for name in names
             if any(part.parameter in bad for part in table.slices.get(name, ()))
-            and not all(are_finite([view for view, _ in self.parts(name)], self.served.dtype))
+            and not all(part.is_finite() for part in self.parts(name))
         ]
 
     def _tied(self, name: str, part: Slice) -> tuple[Tensor, Tensor]:
@@ -240,6 +252,9 @@ class Incoming:
         self._device = device
         self._sent = {name: (getattr(torch, dtype), shape) for name, dtype, shape in tensors(manifest)}
         self._digests: dict[str, Tensor] = {}
+        table = staged.served.weight_map
+        # Name of a tensor of scales -> the tensor in FP8 whose scales they are.
+        self._scales = {name: weight for name in self._sent if (weight := table.weight_of_scale(name))}
         if device.type == staged.memory.device.type:
             staged.add(self._sent, manifest.staging, receive_buffer)
             exact = 2 * receive_buffer_size(plan(manifest, self, device))
@@ -252,11 +267,11 @@ class Incoming:
     def direct(self, name: str) -> Tensor | None:
         """Returns the staging memory to receive `name` into; None if it is split, kept in part, or cast."""
         dtype, shape = self._sent[name]
-        parts = list(self._staged.parts(name))
+        parts = [] if name in self._scales else list(self._staged.parts(name))
         if len(parts) != 1:
             return None
-        view, source = parts[0]
-        is_whole = source == tuple(slice(0, size) for size in shape)
+        view = parts[0].values
+        is_whole = parts[0].source == tuple(slice(0, size) for size in shape)
         fits = view.dtype == dtype and view.device.type == self._device.type and view.is_contiguous()
         return view if is_whole and fits else None
 
@@ -272,8 +287,11 @@ class Incoming:
         with self._staged.memory.on_stream():
             if name in self._checksums:
                 self._digests[name] = digest(tensor.contiguous())
-            for view, source in self._staged.parts(name):
-                copy_into(view, tensor[source])
+            for part in self._staged.parts(self._scales.get(name, name)):
+                if name in self._scales:
+                    part.write_scales(tensor, self._sent[self._scales[name]][1])
+                else:
+                    part.write(tensor)
         stream = self._staged.memory.stream
         if stream is not None:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -287,8 +305,11 @@ class Incoming:
         """
         moved, rest = [], []
         for name, tensor in tensors:
-            parts = [(view, tensor[source]) for view, source in self._staged.parts(name)]
-            if name in self._checksums or not all(is_groupable(*pair) for pair in parts):
+            is_scale = name in self._scales
+            parts = (
+                [] if is_scale else [(part.values, tensor[part.source]) for part in self._staged.parts(name)]
+            )
+            if is_scale or name in self._checksums or not all(is_groupable(*pair) for pair in parts):
                 rest.append((name, tensor))
             else:
                 moved += parts
@@ -331,6 +352,13 @@ class Incoming:
                     as_sent(source, served.dtype)
                 if self._checksums:
                     digest(sent)
+            if self._scales:
+                expand_scales(torch.ones(1, device=memory.device), (1, 1), slice(0, 1), slice(0, 1), 0)
+            fp8 = [each for name, each in self._sent.items() if served.weight_map.is_fp8(name)]
+            for dtype, width in {(dtype, shape[1]) for dtype, shape in fp8 if dtype != FP8}:
+                count = rows_at_a_time(width, memory.device, in_background=True)
+                rows = torch.zeros(count, width, dtype=dtype, device=memory.device)
+                quantize(rows.to(served.dtype), max(each.block for each in served.weight_map.scales.values()))
         memory.synchronize()
 
 

@@ -156,7 +156,13 @@ def start_runner(
     """
     reports = StartReports(tp.rank, outbox, is_shown=shows_start)
     try:
-        source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
+        source = resolve(
+            config.model,
+            config.load_format,
+            config.cache_dir,
+            revision=config.revision,
+            quantization=config.quantization,
+        )
         on_bytes, on_kernels = (reports.loaded, reports.compiled) if shows_start else (None, None)
         runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes, on_kernels)
         return runner, reports.steps

@@ -1,0 +1,91 @@
+"""Weights in FP8: quantization to float8_e4m3fn with float32 scales, and back, in plain torch.
+
+A scale belongs to a row of a weight, or to a block of consecutive weights of the row. A weight times its
+scale is the value. The same values give the same bits on every device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segue.dtypes import FP8_BLOCK
+from segue.sizes import ceil_div
+
+FP8 = torch.float8_e4m3fn
+MAX = torch.finfo(FP8).max
+MAX_INVERSE = 1 / MAX  # torch divides by a number in another way on CUDA than on a CPU
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, which are divided by it
+_ERROR_UNITS = 4096
+_NAN = 0x7F  # all bits but the sign
+_CHUNK, _CHUNK_CUDA = 1 << 15, 1 << 24  # elements searched at a time: on a CPU by one thread
+
+
+def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns `values` `[N, K]` in FP8, and their scales, float32 `[N, blocks]`.
+
+    `block` consecutive values of a row have one scale, 0: the whole row. A scale is not finite if a value is
+    not. Of `num_scales` scales, from the one that makes the greatest value the greatest of FP8 up to twice
+    that, the one with the least squared error is taken. For rows of weights it is 8 % less with 4 of them
+    than with the first alone; for short blocks it gains more, so that the default there is 12.
+    """
+    num_scales = num_scales or (12 if 0 < block < FP8_BLOCK else 4)
+    width = values.shape[1]
+    size = block or width
+    groups = F.pad(values.float(), (0, -width % size)).view(len(values), -1, size)
+    least = groups.abs().amax(-1, keepdim=True).mul_(MAX_INVERSE)
+    weight, scales, errors = None, least, least
+    for step in range(num_scales):
+        factor = 2 ** (step / num_scales)
+        tried = (least * factor).clamp_min_(SMALLEST_SCALE)
+        scaled = groups / tried
+        rounded = scaled.clamp(-MAX, MAX).to(FP8)
+        # Summed as integers, so that the order of the sum, and with it the device, makes no difference.
+        error = rounded.float().sub_(scaled).mul_(factor).square_().mul_(_ERROR_UNITS)
+        summed = error.to(torch.int32).sum(-1, keepdim=True)
+        if weight is None:
+            weight, scales, errors = rounded, tried, summed
+            continue
+        better = summed < errors
+        weight = torch.where(better, rounded.view(torch.uint8), weight.view(torch.uint8)).view(FP8)
+        scales, errors = torch.where(better, tried, scales), torch.minimum(summed, errors)
+    assert weight is not None
+    return weight.view(len(values), -1)[:, :width], scales.squeeze(-1)
+
+
+def dequantize(weight: Tensor, scales: Tensor, block: int = 0) -> Tensor:
+    """Returns the values of `weight` `[N, K]`, float32; see `quantize`."""
+    wide = weight.float()
+    if block:
+        return wide.mul_(scales.repeat_interleave(block, 1)[:, : wide.shape[1]])
+    return wide.mul_(scales)
+
+
+def scale_shapes(shape: tuple[int, ...], block: int) -> list[tuple[int, ...]]:
+    """Returns the shapes that the scales of a checkpoint's tensor of `shape` `[N, K]` may have.
+
+    There is one for the tensor, one per row, or if an engine has scales for each `block` of a row, one per
+    block of `FP8_BLOCK` rows and columns.
+    """
+    found: list[tuple[int, ...]] = [(), (1,), (1, 1), (shape[0],), (shape[0], 1)]
+    return [*found, (ceil_div(shape[0], FP8_BLOCK), ceil_div(shape[1], FP8_BLOCK))] if block else found
+
+
+def expand_scales(scales: Tensor, shape: tuple[int, ...], rows: slice, columns: slice, block: int) -> Tensor:
+    """Returns the scales of a part of a checkpoint's tensor in the form of `quantize`.
+
+    `scales` are those of the whole tensor of `shape`, in one of `scale_shapes`. The part consists of `rows`
+    and `columns`, which begin at a multiple of `block`.
+    """
+    grid = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
+    height = {1: shape[0], shape[0]: 1}.get(len(grid), FP8_BLOCK)
+    width = shape[1] if grid.shape[1] == 1 else FP8_BLOCK
+    every_row = torch.arange(rows.start, rows.stop, device=grid.device) // height
+    groups = torch.arange(columns.start, columns.stop, block or shape[1], device=grid.device) // width
+    return grid[every_row][:, groups]
+
+
+def has_nan(weight: Tensor) -> bool:
+    """Returns whether a weight in FP8, which has no infinities, has a NaN."""
+    raw = weight.reshape(-1).view(torch.uint8)
+    step = _CHUNK_CUDA if raw.is_cuda else _CHUNK
+    return any(bool((raw[at : at + step] & _NAN).eq(_NAN).any()) for at in range(0, len(raw), step))

@@ -1,0 +1,103 @@
+"""Writes tiny checkpoints in FP8, in the layouts that are published, and what their values are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.checkpoint import tiny
+from tests.models.reference import hf_config
+
+BLOCK = 128
+# Sizes that are no multiples of a block, except where two ranks cut columns.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.05,
+}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+
+
+def _group(of_weights: str, **activations: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": of_weights, "dynamic": False}
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, **activations}
+    return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+
+
+# Layout -> quantization_config, the suffix of scales, and whether there are scales of activations.
+LAYOUTS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "blocks": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+        "weight_scale_inv",
+        False,
+    ),
+    "rows": (
+        {**COMPRESSED, "config_groups": _group("channel", strategy="token", dynamic=True)},
+        "weight_scale",
+        False,
+    ),
+    "tensors": (
+        {**COMPRESSED, "config_groups": _group("tensor", strategy="tensor", dynamic=False)},
+        "weight_scale",
+        True,
+    ),
+    "static": ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", True),
+}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def quantized(layout: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a weight in FP8, its scales as the layout has them, and what the two mean, float32."""
+    rows, columns = weight.shape
+    size = {"blocks": (BLOCK, BLOCK), "rows": (1, columns)}.get(layout, (rows, columns))
+    scales = torch.empty(-(-rows // size[0]), -(-columns // size[1]))
+    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    meant = torch.empty_like(weight, dtype=torch.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            box = (slice(i * size[0], (i + 1) * size[0]), slice(j * size[1], (j + 1) * size[1]))
+            scales[i, j] = weight[box].abs().max() / 448
+            values[box] = (weight[box] / scales[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            meant[box] = values[box].float() * scales[i, j]
+    return values, scales.view(1) if layout in ("tensors", "static") else scales, meant
+
+
+def write(directory: Path, layout: str, model: Any) -> dict[str, Tensor]:
+    """Writes a model in a layout; returns the state dict with the values that this has, float32."""
+    config, suffix, has_activations = LAYOUTS[layout]
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {**hf_config(model), "quantization_config": config, "dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(whole, default=str))
+    tensors: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if not is_linear(name):
+            tensors[name] = weight.bfloat16()
+            meant[name] = tensors[name].float()
+            continue
+        values, scales, meant[name] = quantized(layout, weight)
+        tensors[name] = values
+        tensors[name.removesuffix("weight") + suffix] = scales
+        if has_activations:
+            tensors[name.removesuffix("weight") + "input_scale"] = torch.tensor([0.02])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return meant
+
+
+def model(kind: str = "llama", **options: Any) -> Any:
+    return tiny.make(kind, **{**SIZES, **options})

@@ -1,0 +1,111 @@
+"""FP8 on CUDA: kernels and engines compared with the CPU's, and that few rows read no dequantized weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+import segue
+from segue.distributed.info import TPInfo
+from segue.kernels.fp8 import dequantize, quantize
+from segue.messages.weight_update import Commit, Take
+from tests.checkpoint import tiny, tiny_fp8
+from tests.gpu.test_kernels import normal
+from tests.model_runner import making
+from tests.weight_update.updating import rank_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("block", [0, 16, 128])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("may_split", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize(("size", "depth"), [(100, 304), (1536, 576), (6144, 4096), (4096, 12288)])
+def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool, block: int) -> None:
+    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8, fp8_linear
+
+    x = normal(rows, depth, dtype=torch.bfloat16)
+    weight, scales = quantize(normal(size, depth, seed=1).mul_(0.02), block)
+    weight = weight.contiguous()
+    bias = normal(size, dtype=torch.bfloat16, seed=2) if has_bias else None
+    found = fp8_linear(x, weight, scales, block, bias, may_split=may_split)
+    if found.dim() == 3:
+        found = found.sum(0)
+    tokens = x.float()
+    if rows > 64 and not block and can_multiply_in_fp8(size, depth, x.dtype):
+        tokens = dequantize(*quantize(x, num_scales=1))
+    expected = tokens @ dequantize(weight, scales, block).T + (0 if bias is None else bias.float())
+    assert (found.float() - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_large_weights_and_many_rows_are_multiplied_in_fp8() -> None:
+    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8
+
+    assert can_multiply_in_fp8(6144, 4096, torch.bfloat16) == (torch.cuda.get_device_capability() >= (9, 0))
+    assert not can_multiply_in_fp8(1536, 576, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(1, 16), (7, 576), (300, 4096), (65, 12288)])
+def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int) -> None:
+    from segue.kernels.triton.fp8_gemm import quantize_tokens
+
+    x = normal(rows, depth, dtype=torch.bfloat16)
+    x[0] = 0
+    found, scales = quantize_tokens(x)
+    expected, of_rows = quantize(x.cpu(), num_scales=1)
+    assert torch.equal(scales.cpu(), of_rows)
+    assert torch.equal(found.cpu().float(), expected.float())
+
+
+@pytest.mark.parametrize("block", [0, 16, 128])
+def test_weights_have_the_bits_of_a_cpu(block: int) -> None:
+    values = normal(300, 1000, dtype=torch.bfloat16)
+    for on_cuda, on_cpu in zip(quantize(values, block), quantize(values.cpu(), block), strict=True):
+        assert torch.equal(on_cuda.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
+@pytest.mark.parametrize("layout", ["float32", *tiny_fp8.LAYOUTS])
+def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tmp_path: Path) -> None:
+    models = [tiny_fp8.model("qwen3") for _ in range(2)]
+    for parameter in models[1].parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for number, model in enumerate(models):
+        path = tmp_path / str(number)
+        tiny.save(model, path) if layout == "float32" else tiny_fp8.write(path, layout, model)
+    state = {name: tensor.bfloat16() for name, tensor in models[1].state_dict().items()}
+    with (
+        rank_of(tmp_path / "0", tp, device="cuda", quantization="fp8") as gpu,
+        rank_of(tmp_path / "0", tp, quantization="fp8") as cpu,
+    ):
+        assert gpu.served.arena.checksum() == cpu.served.arena.checksum()
+        for rank in (gpu, cpu):
+            rank.do(Take, session=1, payload=save(state), copy=True)
+            rank.do(Commit, session=1)
+        assert gpu.served.arena.checksum() == cpu.served.arena.checksum()
+
+
+@pytest.mark.parametrize("layout", ["float32", *tiny_fp8.LAYOUTS])
+def test_an_engine_agrees_with_one_on_a_cpu(layout: str, tmp_path: Path) -> None:
+    """Prompts and decoded tokens, eagerly and from graphs, for few requests and for more than 64."""
+    model = tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64)
+    tiny.save(model, tmp_path) if layout == "float32" else tiny_fp8.write(tmp_path, layout, model)
+    prompts = [making.prompt(3 + i % 70, seed=i) for i in range(80)]
+
+    def run(**options: Any) -> torch.Tensor:
+        common = {"model": str(tmp_path), "quantization": "fp8", "dtype": "bfloat16", "num_kv_tokens": 16384}
+        params = {"max_new_tokens": 1, "temperature": 0.0}
+        with segue.Engine(**common, **options, max_running_requests=80, embedded=True) as engine:
+            found = engine.generate(
+                input_ids=prompts, sampling_params=params, return_logprob=True, logprob_start_len=0
+            )
+        each = [entry[0] for one in found for entry in one["meta_info"]["input_token_logprobs"]]
+        return torch.tensor([value for value in each if value is not None])
+
+    expected = run(device="cpu")
+    for options in ({}, {"disable_cuda_graph": True}):
+        found = run(device="cuda", **options)
+        assert (found - expected).abs().mean() < 0.02
