@@ -18,8 +18,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from segue.kernels.plan_store import stored_plans
 from segue.kernels.triton import moe_gemm
-from segue.kernels.triton.launch import launch_options, measured_plans
+from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
@@ -187,7 +188,7 @@ def choose(
     `size` is I and `hidden` H. A stored plan serves up to a number of tokens, and the last one more too.
     """
     key = f"{num_experts}x{per_token}x{size}x{hidden}"
-    measured = measured_plans(TABLE).get(key, {})
+    measured = stored_plans(TABLE, device_facts()).get(key, {})
     if dtype == torch.bfloat16:
         for max_tokens, plan in measured.items():
             if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:

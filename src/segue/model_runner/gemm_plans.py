@@ -1,0 +1,111 @@
+"""Finds the plans of a model's GEMMs at the start of an engine, or reads those that an earlier start found.
+
+Rank 0 decides and the others use its plans, so all ranks compute their shards in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from segue.config import EngineConfig
+from segue.distributed.groups import TPGroups
+from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, Kind
+from segue.kernels.model_gemm import ModelGemm
+from segue.kernels.plan_store import PlanCache, Plans, merge, source_digest
+from segue.layers.blocks import Linear, RowParallelLinear
+from segue.model_runner.executor import free_garbage
+from segue.models.decoder import MLP, Decoder
+
+_KERNELS = Path(__file__).parents[1] / "kernels"
+_SOURCES = [  # what decides how fast a plan is, and how it is timed
+    _KERNELS / "gemm_plan.py",
+    *(_KERNELS / "triton" / f"{name}.py" for name in ("gate_up_silu", "gemm", "launch", "plan_timing")),
+]
+_MANY = 1 << 30  # rows without a limit
+
+
+def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_time: bool) -> str:
+    """Find the plans of the model's GEMMs and let the kernels use them; returns one line for the log.
+
+    All ranks call it. Without `may_time` only plans in the cache are used.
+    """
+    if config.gemm_plans == "stored":
+        return "stored ones alone: --gemm-plans says so"
+    import triton
+
+    from segue.kernels.triton.gemm import use_plans
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_timing import find_plans
+
+    plans: Plans = {}
+    text = "those of rank 0"
+    if groups.tp.is_first:
+        versions = {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "kernels": source_digest(_SOURCES),
+        }
+        cache = PlanCache.of(Path(config.cache_dir), device_facts(), versions)
+        plans, text = cache.load(), "stored and cached ones alone: another engine may serve on this device"
+        if may_time:
+            found, kept, text = find_plans(model_gemms(model), plans)
+            if kept:
+                cache.add(kept)
+            plans = merge(plans, found)
+            free_garbage()
+    use_plans(share(plans, groups))
+    return text
+
+
+def share(plans: Plans, groups: TPGroups) -> Plans:
+    """Return rank 0's plans on every rank; all ranks call it."""
+    if groups.tp.size == 1:
+        return plans
+    data = json.dumps(plans).encode() if groups.tp.is_first else b""
+    size = groups.all_gather([len(data)])[0][0]
+    found: Plans = json.loads(bytes(groups.all_gather(data.ljust(size))[0]))
+    return found
+
+
+def model_gemms(model: Decoder) -> list[ModelGemm]:
+    """Return the GEMMs by plain weights of a model; those of equal layers are one."""
+    gate_ups = {module.gate_up for module in model.modules() if isinstance(module, MLP)}
+    found: dict[tuple[object, ...], list[Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, Linear) and module.packed is None:
+            for use in _uses(module, module in gate_ups):
+                key = (*use, module.weight.shape, module.float32_output, module.bias is None)
+                found.setdefault(key, []).append(module)
+    gemms = []
+    for (kind, first, last, *_), modules in found.items():
+        weight = modules[0].weight
+        gemms.append(
+            ModelGemm(
+                weights=[module.weight for module in modules],
+                bias=modules[0].bias,
+                kind=kind,  # type: ignore[arg-type]
+                dtype=torch.float32 if modules[0].float32_output else weight.dtype,
+                first_rows=first,  # type: ignore[arg-type]
+                last_rows=last,  # type: ignore[arg-type]
+            )
+        )
+    return gemms
+
+
+def _uses(module: Linear, is_gate_up: bool) -> Iterator[tuple[Kind, int, int]]:
+    """Yield what the model asks a layer's GEMM for, with the least and the greatest number of rows."""
+    split_rows = _MANY if module.may_split or is_gate_up else 0
+    first = 1
+    if is_gate_up and module.bias is None:
+        yield "gated", first, MAX_GATED_ROWS
+        first = MAX_GATED_ROWS + 1
+    elif isinstance(module, RowParallelLinear):
+        split_rows = module.max_split_rows
+    if first <= split_rows:
+        yield "split", first, split_rows
+    if split_rows < ROWS[-1]:
+        yield "whole", max(first, split_rows + 1), _MANY
