@@ -1,0 +1,124 @@
+"""Plans that are found at a start: right, faster than cuBLAS, kept, and within the budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import segue
+from segue.kernels.gemm_plan import GemmPlan, candidates
+from segue.kernels.model_gemm import ModelGemm
+from tests.model_runner import making, tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def model_gemm(kind, size, depth, *, rows, copies=4, biased=False, dtype=torch.bfloat16) -> ModelGemm:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    return ModelGemm(
+        weights=[normal(size, depth) * depth**-0.5 for _ in range(copies)],
+        bias=normal(size) if biased else None,
+        kind=kind,
+        dtype=dtype,
+        first_rows=rows,
+        last_rows=rows,
+    )
+
+
+KINDS = [("split", False), ("split", True), ("whole", True), ("gated", False)]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize(("kind", "biased"), KINDS)
+def test_every_candidate_is_right(kind, biased, rows) -> None:
+    from segue.kernels.triton import gemm
+    from segue.kernels.triton.launch import device_facts
+
+    if kind == "gated" and rows > 64:
+        pytest.skip("more rows are never gated")
+    own = model_gemm(kind, 3072, 2560, rows=rows, biased=biased)
+    [shape] = own.shapes()
+    x = torch.randn(rows, 2560, device="cuda").to(torch.bfloat16)
+    exact = F.linear(x.double(), own.weights[0].double(), own.bias.double() if biased else None)
+    if kind == "gated":
+        gate, up = exact.chunk(2, -1)
+        exact = F.silu(gate) * up
+    found = candidates([shape], device_facts())[shape]
+    assert found
+    for plan in found:
+        result = gemm.run(plan, x, own.weights[0], own.bias, torch.bfloat16, gated=kind == "gated")
+        result = result.sum(0) if plan.splits > 1 else result
+        assert (result - exact).abs().max() <= 1e-2 * exact.abs().max(), plan
+
+
+def test_plans_are_found_kept_and_used(monkeypatch, tmp_path) -> None:
+    from segue.kernels.plan_store import PlanCache
+    from segue.kernels.triton import gemm
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_timing import find_plans
+
+    monkeypatch.setattr(gemm, "_found", {})
+    gemms = [model_gemm("split", 2560, 9728, rows=1), model_gemm("gated", 19456, 2560, rows=8)]
+    began = time.monotonic()
+    found, kept, text = find_plans(gemms, {})
+    assert time.monotonic() - began < 10
+    assert text.startswith("2 of 2 timed in ")
+    assert found == kept
+    assert set(found["2560x9728"]["1"]) == {"split"}
+    cache = PlanCache.of(tmp_path, device_facts(), {"torch": torch.__version__})
+    assert cache.add(kept) == found
+    assert find_plans(gemms, cache.load()) == ({}, {}, "all are stored or cached")
+    gemm.use_plans(found)
+    plan = found["2560x9728"]["1"]["split"]
+    assert gemm.choose(1, 9728, 2560, torch.bfloat16, "split") == (GemmPlan(**plan) if plan else None)
+    assert gemm.choose(1, 9728, 2560, torch.float16, "split") is None
+    gemm.choose.cache_clear()
+
+
+def test_what_the_budget_has_no_time_for_is_neither_used_nor_kept() -> None:
+    from segue.kernels.triton.plan_timing import find_plans
+
+    found, kept, text = find_plans([model_gemm("split", 2560, 1664, rows=8)], {}, budget_s=-1.0)
+    assert (found, kept) == ({}, {})
+    assert text.startswith("0 of 1 timed")
+
+
+def test_a_plan_with_wrong_results_is_refused(monkeypatch, caplog) -> None:
+    from segue.kernels.triton import gemm
+    from segue.kernels.triton.plan_timing import find_plans
+
+    run = gemm.run
+    monkeypatch.setattr(gemm, "run", lambda *args, **kwargs: run(*args, **kwargs) * 1.1)
+    found, _, _ = find_plans([model_gemm("split", 2560, 4096, rows=8)], {})
+    assert found == {"2560x4096": {"8": {"split": None}}}
+    assert "wrong results" in caplog.text
+
+
+def test_a_second_start_times_nothing(tmp_path) -> None:
+    """The weights are large enough to be timed."""
+    tiny.save_llama(tmp_path, hidden_size=1024, intermediate_size=2560, num_hidden_layers=1)
+    options = making.options(
+        tmp_path, device="cuda", dtype="bfloat16", page_size=16, cache_dir=str(tmp_path / "cache")
+    )
+    details = []
+    for _ in range(2):
+        with segue.Engine(**options, embedded=True) as engine:
+            steps = engine.get_server_info()["decided"]["init_steps"]
+        details.append(next(step["detail"] for step in steps if step["name"] == "GEMM plans"))
+    assert " timed in " in details[0]
+    assert details[1] == "all are stored or cached"
+
+
+def test_all_kernels_compile_for_devices_that_are_not_here() -> None:
+    command = [sys.executable, "-m", "bench.compile_kernels", "80", "89", "90", "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:]
