@@ -3,9 +3,9 @@
     python -m bench.untuned [MODEL …] [--modes auto stored]
 
 The models have dummy weights. Each is started three times: with plans and empty caches of kernels and plans,
-without plans (`--gemm-plans stored`), where cuBLAS computes what has no stored plan, and with plans again, for
-which the caches are filled now. It shows each decode step beside its roofline, and how long each start took
-until it was ready, from `Engine(…)` on.
+without plans (`--gemm-plans stored`), where cuBLAS computes what has no stored plan, and with plans again,
+for which the caches are filled now. It shows each decode step beside its roofline, and how long each start
+took until it was ready, from `Engine(…)` on.
 """
 
 from __future__ import annotations

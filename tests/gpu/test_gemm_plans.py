@@ -60,13 +60,26 @@ def test_every_candidate_is_right(kind, biased, rows) -> None:
         assert (result - exact).abs().max() <= 1e-2 * exact.abs().max(), plan
 
 
-def test_plans_are_found_kept_and_used(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def no_plans(monkeypatch) -> None:
+    """A process that has found no plans yet."""
+    from segue.kernels import plan_store
+    from segue.kernels.triton import gemm, moe
+
+    monkeypatch.setattr(plan_store, "_found", {})
+    for cached in (gemm.choose, moe.choose):
+        cached.cache_clear()
+    yield
+    for cached in (gemm.choose, moe.choose):
+        cached.cache_clear()
+
+
+def test_plans_are_found_kept_and_used(no_plans, tmp_path) -> None:
     from segue.kernels.plan_store import PlanCache
     from segue.kernels.triton import gemm
     from segue.kernels.triton.launch import device_facts
-    from segue.kernels.triton.plan_timing import find_plans
+    from segue.kernels.triton.plan_timing import find_plans, use_plans
 
-    monkeypatch.setattr(gemm, "_found", {})
     gemms = [model_gemm("split", 2560, 9728, rows=1), model_gemm("gated", 19456, 2560, rows=8)]
     began = time.monotonic()
     found, kept, text = find_plans(gemms, {})
@@ -77,11 +90,30 @@ def test_plans_are_found_kept_and_used(monkeypatch, tmp_path) -> None:
     cache = PlanCache.of(tmp_path, device_facts(), {"torch": torch.__version__})
     assert cache.add(kept) == found
     assert find_plans(gemms, cache.load()) == ({}, {}, "all are stored or cached")
-    gemm.use_plans(found)
+    use_plans(found)
     plan = found["2560x9728"]["1"]["split"]
     assert gemm.choose(1, 9728, 2560, torch.bfloat16, "split") == (GemmPlan(**plan) if plan else None)
     assert gemm.choose(1, 9728, 2560, torch.float16, "split") is None
-    gemm.choose.cache_clear()
+
+
+def test_experts_get_plans(no_plans) -> None:
+    from segue.kernels.model_gemm import ModelExperts
+    from segue.kernels.moe_plan import TOKENS, MoEPlan
+    from segue.kernels.triton import moe
+    from segue.kernels.triton.plan_timing import find_plans, use_plans
+
+    def layer() -> tuple[torch.Tensor, torch.Tensor]:
+        shapes = (32, 1536, 1024), (32, 1024, 768)
+        return tuple(torch.randn(shape, device="cuda").to(torch.bfloat16) * 0.03 for shape in shapes)
+
+    experts = ModelExperts(weights=[layer() for _ in range(3)], per_token=4)
+    found, kept, text = find_plans([experts], {})
+    assert text.startswith(f"{len(TOKENS)} of {len(TOKENS)} timed in ")
+    assert found == kept and list(found) == ["32x4x768x1024"]
+    use_plans(found)
+    for tokens, by_kind in found["32x4x768x1024"].items():
+        if plan := by_kind[moe.KIND]:
+            assert moe.choose(experts.shape, int(tokens), torch.bfloat16) == MoEPlan.of(plan)
 
 
 def test_what_the_budget_has_no_time_for_is_neither_used_nor_kept() -> None:

@@ -1,4 +1,4 @@
-"""The GEMMs of a model by its weights, as the search for their plans needs them."""
+"""The GEMMs and experts of a model by their weights, as the search for their plans needs them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from segue.kernels.gemm_plan import GemmShape, Kind, row_buckets
+from segue.kernels.moe_plan import MoEShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,17 @@ class ModelGemm:
         size, depth = self.weights[0].shape
         buckets = row_buckets(self.first_rows, self.last_rows)
         return [GemmShape(rows, size, depth, self.kind) for rows in buckets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelExperts:
+    """The experts of a model's layers: their weights are timed in turns."""
+
+    weights: Sequence[tuple[Tensor, Tensor]]  # gate and up [E, 2 * I, H], and down [E, H, I], of each layer
+    per_token: int
+
+    @property
+    def shape(self) -> MoEShape:
+        """Their shape."""
+        num_experts, hidden, size = self.weights[0][1].shape
+        return MoEShape(num_experts, self.per_token, size, hidden)

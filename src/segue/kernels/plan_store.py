@@ -28,6 +28,21 @@ _SAME_MEMORY = 0.05  # devices whose memories differ by at most this share are o
 _VERSION = 1  # of the form of the cache file
 
 
+_found: Plans = {}  # plans that starts in this process have found or read, see `add_found_plans`
+
+
+def found_plans() -> Plans:
+    """Returns the plans for shapes that no stored table has; what depends on them may be cached."""
+    return _found
+
+
+def add_found_plans(plans: Plans) -> None:
+    """Add to `found_plans`."""
+    merged = merge(_found, plans)
+    _found.clear()
+    _found.update(merged)
+
+
 @cache
 def stored_plans(table: Path, device: DeviceFacts, *, any_size: bool = False) -> dict[str, Any]:
     """Returns the plans of a stored table that were measured on a device like this one; {} if there are none.

@@ -1,4 +1,4 @@
-"""Finds the plans of a model's GEMMs at the start of an engine, or reads those that an earlier start found.
+"""Finds the plans of a model's GEMMs and experts at the start of an engine, or reads those of earlier starts.
 
 Rank 0 decides and the others use its plans, so all ranks compute their shards in the same way.
 """
@@ -14,22 +14,24 @@ import torch
 from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, Kind
-from segue.kernels.model_gemm import ModelGemm
+from segue.kernels.model_gemm import ModelExperts, ModelGemm
 from segue.kernels.plan_store import PlanCache, Plans, merge, source_digest
+from segue.layers import moe_backend
 from segue.layers.blocks import Linear, RowParallelLinear
 from segue.model_runner.executor import free_garbage
-from segue.models.decoder import MLP, Decoder
+from segue.models.decoder import MLP, Decoder, MoE
 
 _KERNELS = Path(__file__).parents[1] / "kernels"
 _SOURCES = [  # what decides how fast a plan is, and how it is timed
-    _KERNELS / "gemm_plan.py",
+    *(_KERNELS / f"{name}.py" for name in ("gemm_plan", "moe_plan")),
     *(_KERNELS / "triton" / f"{name}.py" for name in ("gate_up_silu", "gemm", "launch", "plan_timing")),
+    *(_KERNELS / "triton" / f"{name}.py" for name in ("moe", "moe_gemm", "moe_routing")),
 ]
 _MANY = 1 << 30  # rows without a limit
 
 
 def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_time: bool) -> str:
-    """Find the plans of the model's GEMMs and let the kernels use them; returns one line for the log.
+    """Find the plans of the model's GEMMs and experts, and let the kernels use them; returns a line of log.
 
     All ranks call it. Without `may_time` only plans in the cache are used.
     """
@@ -37,9 +39,8 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
         return "stored ones alone: --gemm-plans says so"
     import triton
 
-    from segue.kernels.triton.gemm import use_plans
     from segue.kernels.triton.launch import device_facts
-    from segue.kernels.triton.plan_timing import find_plans
+    from segue.kernels.triton.plan_timing import find_plans, use_plans
 
     plans: Plans = {}
     text = "those of rank 0"
@@ -52,7 +53,7 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
         cache = PlanCache.of(Path(config.cache_dir), device_facts(), versions)
         plans, text = cache.load(), "stored and cached ones alone: another engine may serve on this device"
         if may_time:
-            found, kept, text = find_plans(model_gemms(model), plans)
+            found, kept, text = find_plans([*model_gemms(model), *model_experts(model)], plans)
             if kept:
                 cache.add(kept)
             plans = merge(plans, found)
@@ -94,6 +95,22 @@ def model_gemms(model: Decoder) -> list[ModelGemm]:
             )
         )
     return gemms
+
+
+def model_experts(model: Decoder) -> list[ModelExperts]:
+    """Return the experts of a model's layers, if Triton's kernels run them; those of equal layers are one."""
+    found: dict[tuple[object, ...], list[MoE]] = {}
+    for module in model.modules():
+        if isinstance(module, MoE) and module.backend is moe_backend.run_triton:
+            key = module.experts["down"].shape, module.moe.num_experts_per_tok
+            found.setdefault(key, []).append(module)
+    return [
+        ModelExperts(
+            weights=[(module.experts["gate_up"], module.experts["down"]) for module in modules],
+            per_token=modules[0].moe.num_experts_per_tok,
+        )
+        for modules in found.values()
+    ]
 
 
 def _uses(module: Linear, is_gate_up: bool) -> Iterator[tuple[Kind, int, int]]:

@@ -17,7 +17,6 @@ number of columns of the result; a tile has BM tokens, BN rows of the weight and
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -27,15 +26,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.errors import ConfigError
 from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, tile
-from segue.kernels.plan_store import Plans, lookup, merge, stored_plans
-from segue.kernels.triton.launch import device_facts, launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.plan_store import found_plans, lookup, stored_plans
+from segue.kernels.triton.launch import (
+    device_facts,
+    launch,
+    launch_options,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
-
-
-# Plans that were found at a start of this process, see `use_plans`.
-_found: Plans = {}
 
 
 @triton.jit
@@ -161,67 +162,34 @@ def run(
     Returns:
         `[M, N]`, or `[M, I]` if gated, or split-K partials, float32 `[splits, M, N]`.
     """
-    grid, out, arguments = _launch(plan, x, weight, bias, dtype, gated)
-    _gemm[grid](**arguments)
-    return out
-
-
-def compile_plan(
-    plan: GemmPlan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
-) -> Any:
-    """Compile the kernel that `run` launches with the same arguments; returns Triton's kernel.
-
-    Under `triton.AsyncCompileMode` it is a future of the kernel.
-    """
-    grid, _, arguments = _launch(plan, x, weight, bias, dtype, gated)
-    return _gemm.warmup(grid=grid, **arguments)
-
-
-def _launch(
-    plan: GemmPlan, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gated: bool
-) -> tuple[tuple[int, ...], Tensor, dict[str, Any]]:
-    """Returns the grid, the tensor of the result, and the arguments of the kernel."""
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     size = num_columns // 2 if gated else num_columns
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
     columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
-    grid = (columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)
-    arguments = {
-        "x": TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
-        "weight": TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
-        "bias": bias,
-        "out": out,
-        "num_rows": num_rows,
-        "size": size,
-        "depth": depth,
-        "BM": plan.block_m,
-        "BN": plan.block_n,
-        "BK": plan.block_k,
-        "SPLITS": plan.splits,
-        "STAGES": plan.stages,
-        "TMA": tma,
-        "SWAP": plan.swap,
-        "GATED": gated,
-        "GROUP_M": plan.group_m,
+    launch(
+        _gemm,
+        (columns * blocks,) if plan.group_m else (columns, plan.splits, blocks),
+        x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
+        weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
+        bias=bias,
+        out=out,
+        num_rows=num_rows,
+        size=size,
+        depth=depth,
+        BM=plan.block_m,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        SPLITS=plan.splits,
+        STAGES=plan.stages,
+        TMA=tma,
+        SWAP=plan.swap,
+        GATED=gated,
+        GROUP_M=plan.group_m,
         **launch_options(plan.warps, None if plan.group_m else num_rows),
-    }
-    return grid, out, arguments
-
-
-def use_plans(plans: Plans) -> None:
-    """Let `choose` return these plans, too, for shapes that the stored table does not have."""
-    merged = merge(_found, plans)
-    _found.clear()
-    _found.update(merged)
-    choose.cache_clear()
+    )
+    return out
 
 
 def plan_key(size: int, depth: int) -> str:
@@ -256,7 +224,7 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, kind: Kind)
     if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
     stored: Kind = "split" if kind == "split" else "whole"
-    sources = ((stored_plans(TABLE, device_facts()), stored), (_found, kind))
+    sources = ((stored_plans(TABLE, device_facts()), stored), (found_plans(), kind))
     plan = lookup(sources, plan_key(size, depth), num_rows)
     return GemmPlan(**plan) if plan else None
 

@@ -1,87 +1,148 @@
-"""Finds the plans of a model's GEMMs at the start of an engine: by timing the few that the cost model names.
+"""Finds the plans of a model's GEMMs and experts at the start of an engine, by timing a few candidates.
 
 Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches nor
-cached weights flatter it, against the library (cuBLAS) in the same chain. A plan is only taken if its results
-are right and it is clearly faster. What the budget leaves no time for stays with the library.
+cached weights flatter it, against what runs without a plan in the same chain: cuBLAS, or for experts a plan
+that runs on any device. A plan is only taken if its results are right and it is clearly faster. What the
+budget leaves no time for goes without a plan.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from segue.kernels.gemm_plan import (
-    ELEMENT,
-    DeviceFacts,
-    GemmPlan,
-    GemmShape,
-    candidates,
-    choose_fastest,
-    predict,
-)
-from segue.kernels.model_gemm import ModelGemm
-from segue.kernels.plan_store import Plans, merge
-from segue.kernels.triton import gemm
+from segue.kernels import gemm_plan, moe_plan
+from segue.kernels.gemm_plan import ELEMENT, DeviceFacts, GemmPlan, GemmShape, choose_fastest
+from segue.kernels.model_gemm import ModelExperts, ModelGemm
+from segue.kernels.moe_plan import MoEPlan
+from segue.kernels.plan_store import Plans, add_found_plans, merge, stored_plans
+from segue.kernels.triton import gemm, moe
 from segue.kernels.triton.gate_up_silu import silu_mul
-from segue.kernels.triton.launch import device_facts
+from segue.kernels.triton.launch import device_facts, only_compile
+from segue.kernels.triton.moe_routing import route
 from segue.logs import logger
 
 MIN_BYTES = 1 << 20  # a smaller weight takes a few microseconds by any plan
 BUDGET_S = 10.0
 _COMPILING = 0.6  # of the budget: the most that compiling may take
 _CHAIN_S = 3e-4  # seconds of a chain: long enough for the device's clock
-_MAX_CHAIN = 32  # GEMMs in a chain
+_MAX_CHAIN = 32  # runs in a chain
 _REPLAYS = 5
-_MAX_ERROR = 2e-2  # greatest difference from the library's result, relative to the largest element
+_MAX_ERROR = 2e-2  # greatest difference from the result without a plan, relative to the largest element
 
 
-@dataclass(eq=False, slots=True)
-class _Task:
-    """One GEMM with one number of rows, and the plans to try."""
+class _Task(Protocol):
+    """What is to be timed: one GEMM, or the experts of a layer, for one number of rows."""
+
+    @property
+    def plans(self) -> Sequence[Any]:
+        """What to try."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Key, number of rows and kind of its plan in tables."""
+
+    @property
+    def seconds(self) -> float:
+        """Roughly how long one run takes."""
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Returns random inputs."""
+
+    def run(self, plan: Any, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
+        """Run it with a plan, and with the weights of one layer; None: as it runs without a plan."""
+
+    def reading(self, plan: Any) -> float:
+        """Returns the microseconds that the reader of the result loses by this plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GemmTask:
+    """One GEMM with one number of rows."""
 
     gemm: ModelGemm
     shape: GemmShape
-    plans: list[GemmPlan]
-    kernels: list[Any] = field(default_factory=list)  # of the plans: Triton's, or futures of them
+    plans: Sequence[GemmPlan]
+    bandwidth: float
 
-    def x(self) -> Tensor:
-        """Returns random tokens."""
+    @property
+    def place(self) -> tuple[str, str, str]:
+        shape = self.shape
+        return gemm.plan_key(shape.size, shape.depth), str(shape.rows), shape.kind
+
+    @property
+    def seconds(self) -> float:
+        return _gemm_seconds(self.shape, self.bandwidth)
+
+    def inputs(self) -> tuple[Tensor, ...]:
         weight = self.gemm.weights[0]
-        return torch.randn(self.shape.rows, self.shape.depth, device=weight.device, dtype=weight.dtype)
+        return (torch.randn(self.shape.rows, self.shape.depth, device=weight.device).to(weight.dtype),)
 
-    def arguments(self, x: Tensor, copy: int = 0) -> tuple[Any, ...]:
-        """Returns the arguments of `gemm.run` behind the plan, with the weight of one layer."""
-        own = self.gemm
-        return x, own.weights[copy % len(own.weights)], own.bias, own.dtype
+    def run(self, plan: GemmPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
+        (x,), own, gated = inputs, self.gemm, self.shape.kind == "gated"
+        weight = own.weights[copy % len(own.weights)]
+        if plan is not None:
+            return gemm.run(plan, x, weight, own.bias, own.dtype, gated=gated)
+        if own.dtype != x.dtype:
+            return torch.mm(x, weight.T, out_dtype=own.dtype)
+        result = F.linear(x, weight, own.bias)
+        return silu_mul(result, own.dtype) if gated else result
 
-    def run(self, plan: GemmPlan, x: Tensor, copy: int = 0) -> Tensor:
-        """Run the GEMM with a plan."""
-        return gemm.run(plan, *self.arguments(x, copy), gated=self.shape.kind == "gated")
+    def reading(self, plan: GemmPlan) -> float:
+        """Split-K partials are written and read as float32, and a whole result as bfloat16."""
+        num_bytes = plan.splits * 4 - ELEMENT if plan.splits > 1 else 0
+        return num_bytes * self.shape.rows * self.shape.size / self.bandwidth * 1e6
 
-    def run_library(self, x: Tensor, copy: int = 0) -> Tensor:
-        """Run the GEMM as it runs without a plan."""
-        _, weight, bias, dtype = self.arguments(x, copy)
-        if dtype != x.dtype:
-            return torch.mm(x, weight.T, out_dtype=dtype)
-        result = F.linear(x, weight, bias)
-        return silu_mul(result, dtype) if self.shape.kind == "gated" else result
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExpertsTask:
+    """The experts of a layer with one number of tokens."""
+
+    experts: ModelExperts
+    tokens: int
+    plans: Sequence[MoEPlan]
+    bandwidth: float
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.experts.shape.key, str(self.tokens), moe.KIND
+
+    @property
+    def seconds(self) -> float:
+        return _experts_seconds(self.experts, self.tokens, self.bandwidth)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        own = self.experts
+        device, shape = own.weights[0][0].device, own.shape
+        x = torch.randn(self.tokens, shape.hidden, device=device).to(torch.bfloat16)
+        logits = torch.randn(self.tokens, shape.num_experts, device=device)
+        return x, *route(logits, shape.per_token, renormalise=True, num_unpadded=None)
+
+    def run(self, plan: MoEPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
+        x, weights, experts = inputs
+        own = self.experts
+        plan = plan or moe_plan.default_plan(own.shape, self.tokens, is_float32=False)
+        return moe.run_experts(x, *own.weights[copy % len(own.weights)], weights, experts, plan)
+
+    def reading(self, plan: MoEPlan) -> float:
+        return 0.0
 
 
 @torch.inference_mode()
 def find_plans(
-    gemms: Sequence[ModelGemm], known: Plans, budget_s: float = BUDGET_S
+    gemms: Sequence[ModelGemm | ModelExperts], known: Plans, budget_s: float = BUDGET_S
 ) -> tuple[Plans, Plans, str]:
-    """Find the plans of a model's GEMMs that neither the stored table nor `known` has.
+    """Find the plans of a model that neither the stored tables nor `known` have.
 
     Must be called on the thread and the stream that run steps.
 
@@ -93,54 +154,99 @@ def find_plans(
     tasks = plan_tasks(gemms, known, device)
     if not tasks:
         return {}, {}, "all are stored or cached"
-    _compile(tasks, began + budget_s * _COMPILING)
+    try:
+        kernels = _compile(tasks, began + budget_s * _COMPILING)
+    except torch.OutOfMemoryError as error:
+        logger.warning("no plans are timed, the GEMMs go without: %s", error)
+        return {}, {}, "no memory to time any"
     compiled = time.monotonic()
     found: Plans = {}
     kept: Plans = {}
     timer = ChainTimer()
     timed = taken = 0
-    for task in tasks:
+    for task, needed in zip(tasks, kernels, strict=True):
         if time.monotonic() - began > budget_s:
             break
-        plans = [plan for plan, kernel in zip(task.plans, task.kernels, strict=True) if _is_compiled(kernel)]
+        ready = [plan for plan, own in zip(task.plans, needed, strict=True) if all(map(_is_compiled, own))]
         try:
-            best = _fastest(task, plans, device, timer)
+            best = _fastest(task, ready, timer)
         except torch.OutOfMemoryError as error:
-            logger.warning("no more GEMM plans are timed, cuBLAS computes the other shapes: %s", error)
+            logger.warning("no more plans are timed, the other GEMMs go without: %s", error)
             break
-        entry: Plans = {
-            gemm.plan_key(task.shape.size, task.shape.depth): {
-                str(task.shape.rows): {task.shape.kind: asdict(best) if best else None}
-            }
-        }
+        key, rows, kind = task.place
+        entry: Plans = {key: {rows: {kind: asdict(best) if best else None}}}
         found = merge(found, entry)
-        if not any(map(_is_late, task.kernels)):
+        if not any(_is_late(kernel) for own in needed for kernel in own):
             kept = merge(kept, entry)
         timed, taken = timed + 1, taken + (best is not None)
     took = f"{time.monotonic() - began:.1f} s, {compiled - began:.1f} of them to compile"
-    return found, kept, f"{timed} of {len(tasks)} timed in {took}; in {taken} a plan beats cuBLAS"
+    return found, kept, f"{timed} of {len(tasks)} timed in {took}; {taken} have a plan that is faster"
 
 
-def plan_tasks(gemms: Sequence[ModelGemm], known: Plans, device: DeviceFacts) -> list[_Task]:
+def use_plans(plans: Plans) -> None:
+    """Let the kernels use these plans, too, for shapes that the stored tables do not have."""
+    add_found_plans(plans)
+    gemm.choose.cache_clear()
+    moe.choose.cache_clear()
+
+
+def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: DeviceFacts) -> list[_Task]:
     """Returns what is to be timed, that which takes most of a step first."""
+    shares: list[tuple[float, _Task]] = []
+    for own in gemms:
+        if isinstance(own, ModelExperts):
+            shares += [(task.seconds * len(own.weights), task) for task in _experts_tasks(own, known, device)]
     pending: dict[GemmShape, ModelGemm] = {}
     for own in gemms:
-        weight = own.weights[0]
-        size, depth = weight.shape
-        if weight.nbytes < MIN_BYTES or weight.dtype != torch.bfloat16 or gemm.has_stored_plan(size, depth):
-            continue
-        for shape in own.shapes():
-            if shape.kind not in known.get(gemm.plan_key(size, depth), {}).get(str(shape.rows), {}):
-                pending.setdefault(shape, own)
+        if isinstance(own, ModelGemm) and _is_worth_it(own):
+            key = gemm.plan_key(*own.weights[0].shape)
+            for shape in own.shapes():
+                if shape.kind not in known.get(key, {}).get(str(shape.rows), {}):
+                    pending.setdefault(shape, own)
 
-    def share_of_a_step(shape: GemmShape) -> float:
-        """Returns the seconds of all layers, about: the cost of reading the weights and of computing."""
-        read, computed = shape.size * shape.depth * ELEMENT / device.bandwidth, shape.rows / 256
-        return read * (1 + computed) * len(pending[shape].weights)
+    def share(shape: GemmShape) -> float:
+        return _gemm_seconds(shape, device.bandwidth) * len(pending[shape].weights)
 
-    ordered = sorted(pending, key=share_of_a_step, reverse=True)
-    found = candidates(ordered, device, gemm.tiles_that_won())
-    return [_Task(pending[shape], shape, plans) for shape, plans in found.items() if plans]
+    ordered = sorted(pending, key=share, reverse=True)
+    for shape, plans in gemm_plan.candidates(ordered, device, gemm.tiles_that_won()).items():
+        if plans:
+            own = pending[shape]
+            task = _GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
+            shares.append((share(shape), task))
+    return [task for _, task in sorted(shares, key=lambda each: -each[0])]
+
+
+def _is_worth_it(own: ModelGemm) -> bool:
+    """Whether a GEMM may have plans, has none stored, and is large enough."""
+    weight = own.weights[0]
+    is_large = weight.nbytes >= MIN_BYTES and weight.dtype == torch.bfloat16
+    return is_large and not gemm.has_stored_plan(*weight.shape)
+
+
+def _experts_tasks(own: ModelExperts, known: Plans, device: DeviceFacts) -> Iterator[_ExpertsTask]:
+    """Yield one task per number of tokens."""
+    weight, shape = own.weights[0][0], own.shape
+    is_stored = shape.key in stored_plans(moe.TABLE, device)
+    if is_stored or weight.nbytes < MIN_BYTES or weight.dtype != torch.bfloat16:
+        return
+    measured = stored_plans(moe.TABLE, device, any_size=True)
+    for tokens in moe_plan.TOKENS:
+        plans = moe_plan.candidates(shape, tokens, device, measured)
+        if plans and moe.KIND not in known.get(shape.key, {}).get(str(tokens), {}):
+            yield _ExpertsTask(experts=own, tokens=tokens, plans=plans, bandwidth=device.bandwidth)
+
+
+def _gemm_seconds(shape: GemmShape, bandwidth: float) -> float:
+    """Returns about how long a GEMM takes: reading its weight, and with many rows longer."""
+    return shape.size * shape.depth * ELEMENT / bandwidth * (1 + shape.rows / 256)
+
+
+def _experts_seconds(own: ModelExperts, tokens: int, bandwidth: float) -> float:
+    """Returns about how long the experts take: reading the chosen ones, and with many tokens longer."""
+    shape = own.shape
+    used = min(shape.num_experts, tokens * shape.per_token)
+    each = 3 * shape.size * shape.hidden * ELEMENT
+    return used * each / bandwidth * (1 + shape.pairs(tokens) / 256)
 
 
 class _TooLateError(Exception):
@@ -170,12 +276,26 @@ class _UntilDeadline(Executor):
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
 
-def _compile(tasks: Sequence[_Task], deadline: float) -> None:
-    """Compile the kernels of all candidates in threads; none begins after the deadline."""
+def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
+    """Compile the kernels of all candidates in threads; none begins after the deadline.
+
+    Returns the kernels of each plan of each task, which are Triton's, or futures of them.
+    """
+    inputs = [task.inputs() for task in tasks]
+    for task, given in zip(tasks, inputs, strict=True):
+        task.run(None, given)  # what needs no plan is not compiled below: it is launched
     with _UntilDeadline(deadline) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
-        for task in tasks:
-            x, gated = task.x(), task.shape.kind == "gated"
-            task.kernels = [gemm.compile_plan(plan, *task.arguments(x), gated=gated) for plan in task.plans]
+        return [
+            [_kernels(task, plan, given) for plan in task.plans]
+            for task, given in zip(tasks, inputs, strict=True)
+        ]
+
+
+def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
+    """Start to compile the kernels of a plan, and return them."""
+    with only_compile() as kernels:
+        task.run(plan, inputs)
+    return kernels
 
 
 def _is_compiled(kernel: Any) -> bool:
@@ -188,28 +308,22 @@ def _is_late(kernel: Any) -> bool:
     return isinstance(kernel, triton.FutureKernel) and isinstance(kernel.future.exception(), _TooLateError)
 
 
-def _fastest(
-    task: _Task, plans: Sequence[GemmPlan], device: DeviceFacts, timer: ChainTimer
-) -> GemmPlan | None:
-    """Returns the fastest of some plans, or None if the library is as fast."""
-    x = task.x()
-    expected = task.run_library(x)
-    copies = int(min(_MAX_CHAIN, max(8, _CHAIN_S / predict(task.plans[0], task.shape, device))))
-    library = timer(partial(task.run_library, x), copies)
-    reads = 4 / device.bandwidth * 1e6  # microseconds to write or read an element of split-K partials
+def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
+    """Returns the fastest of some plans, or None if what runs without a plan is as fast."""
+    inputs = task.inputs()
+    expected = task.run(None, inputs)
+    copies = int(min(_MAX_CHAIN, max(4, _CHAIN_S / task.seconds)))
+    without = timer(partial(task.run, None, inputs), copies)
     times = {}
     for plan in plans:
         try:
-            if (error := _error(task.run(plan, x), expected)) > _MAX_ERROR:
-                logger.warning("a GEMM plan gives wrong results (%.3g): %s for %s", error, plan, task.shape)
+            if (error := _error(task.run(plan, inputs), expected)) > _MAX_ERROR:
+                logger.warning("a plan gives wrong results (%.3g): %s for %s", error, plan, task.place)
                 continue
-            reading = (
-                (plan.splits - 0.5) * task.shape.rows * task.shape.size * reads if plan.splits > 1 else 0.0
-            )
-            times[plan] = reading + timer(partial(task.run, plan, x), copies)
-        except triton.runtime.errors.OutOfResources as error:
-            logger.debug("%s for %s: %s", plan, task.shape, error)
-    return choose_fastest(times, library)
+            times[plan] = task.reading(plan) + timer(partial(task.run, plan, inputs), copies)
+        except triton.runtime.errors.OutOfResources as failure:
+            logger.debug("%s for %s: %s", plan, task.place, failure)
+    return choose_fastest(times, without)
 
 
 def _error(result: Tensor, expected: Tensor) -> float:
