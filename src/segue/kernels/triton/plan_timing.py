@@ -321,8 +321,10 @@ def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None
                 logger.warning("a plan gives wrong results (%.3g): %s for %s", error, plan, task.place)
                 continue
             times[plan] = task.reading(plan) + timer(partial(task.run, plan, inputs), copies)
-        except triton.runtime.errors.OutOfResources as failure:
-            logger.debug("%s for %s: %s", plan, task.place, failure)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:  # of Triton or the driver; the engine can do without this plan
+            logger.warning("a plan cannot run: %r: %s for %s", failure, plan, task.place)
     return choose_fastest(times, without)
 
 
