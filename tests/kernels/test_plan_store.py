@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -197,6 +200,43 @@ def test_writers_at_the_same_time_lose_nothing(cache) -> None:
         assert process.exitcode == 0
     assert len(cache.load()) == 60
     assert not list(cache.path.parent.glob(".*.tmp"))
+
+
+def test_engines_that_start_together_measure_once(cache) -> None:
+    """The second one waits for the first, and finds its plans."""
+    found, holds, waits = [], Event(), Event()
+
+    def second() -> None:
+        holds.wait(20)
+        waits.set()
+        with cache.measuring(20):
+            found.append(cache.load())
+
+    thread = Thread(target=second)
+    thread.start()
+    with cache.measuring(0):
+        holds.set()
+        assert waits.wait(20)
+        cache.add(PLANS)
+    thread.join(20)
+    assert found == [PLANS]
+
+
+def test_the_wait_for_an_engine_that_measures_has_an_end(cache) -> None:
+    entered = []
+    with cache.measuring(0), cache.measuring(0.15):
+        entered.append(True)
+    assert entered
+
+
+def test_without_locks_engines_measure_all_the_same(monkeypatch, cache) -> None:
+    def flock(file, operation) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with cache.measuring(20):
+        assert cache.add(PLANS) == PLANS
+    assert cache.load() == PLANS
 
 
 def test_the_digest_is_of_names_and_contents(tmp_path) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from segue.checkpoint.bundled import CONFIG
+from segue.config import EngineConfig
 from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups
 from segue.distributed.info import TPInfo
-from segue.kernels.gemm_plan import ROWS
-from segue.model_runner.gemm_plans import model_gemms, share
+from segue.kernels.gemm_plan import ROWS, DeviceFacts
+from segue.kernels.plan_store import PlanCache, Plans
+from segue.model_runner.gemm_plans import model_gemms, plan_gemms, share
 from segue.models.config import ModelConfig
 from segue.models.decoder import build_model
+from tests.kernels.test_gemm_plan import H200
 
 SMOLLM2 = ModelConfig.from_hf(CONFIG)
 
@@ -82,6 +89,81 @@ def test_weights_that_are_packed_get_no_plans() -> None:
     assert [gemm.kind for gemm in model_gemms(model)] == ["whole"]
 
 
+# The control flow of a start, with a search that is not the real one: that needs Triton and a GPU.
+
+PLANS: Plans = {"4096x4096": {"8": {"split": {"tma": True}, "whole": None}}}
+
+
+class Search:
+    """Stands for `kernels.triton.plan_timing`: finds PLANS, unless the cache has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.timed = 0
+        self.used: list[Plans] = []
+        launch = SimpleNamespace(device_facts=lambda: H200)
+        for name, module in {
+            "triton": SimpleNamespace(__version__="3.6"),
+            "segue.kernels.triton.launch": launch,
+            "segue.kernels.triton.plan_timing": self,
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+
+    def plan_tasks(self, gemms: Sequence[Any], known: Plans, device: DeviceFacts) -> list[str]:
+        assert gemms and device is H200
+        return [] if known else ["a task"]
+
+    def find_plans(self, gemms: Sequence[Any], cache: PlanCache) -> tuple[Plans, str]:
+        self.timed += 1
+        return cache.add(PLANS), "1 of 1 timed"
+
+    def use_plans(self, plans: Plans) -> None:
+        self.used.append(plans)
+
+
+@pytest.fixture
+def search(monkeypatch) -> Search:
+    return Search(monkeypatch)
+
+
+def plan(tmp_path: Path, groups: TPGroups | None = None, *, may_time: bool = True, **options: Any) -> str:
+    config = EngineConfig.create(cache_dir=str(tmp_path), **options)
+    model = build_model(SMOLLM2, dtype=torch.bfloat16)
+    return plan_gemms(config, model, groups or TPGroups(TPInfo(), Collectives()), may_time=may_time)
+
+
+def test_only_the_first_start_times_plans(search, tmp_path) -> None:
+    assert plan(tmp_path) == "1 of 1 timed"
+    assert plan(tmp_path) == "all are stored or cached"
+    assert search.timed == 1
+    assert search.used == [PLANS, PLANS]
+
+
+def test_beside_an_engine_that_may_serve_nothing_is_timed(search, tmp_path) -> None:
+    assert "another engine" in plan(tmp_path, may_time=False)
+    assert (search.timed, search.used) == (0, [{}])
+    plan(tmp_path)
+    assert plan(tmp_path, may_time=False) == "all are stored or cached"
+    assert search.used[-1] == PLANS
+
+
+def test_stored_plans_alone(search, tmp_path) -> None:
+    assert "--gemm-plans" in plan(tmp_path, gemm_plans="stored")
+    assert (search.timed, search.used) == (0, [])
+
+
+def test_only_rank_0_times_plans(search, tmp_path) -> None:
+    ranks = Ranks()
+    texts: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        texts[rank] = plan(tmp_path, ranks.groups(rank))
+
+    in_threads(run)
+    assert texts == {0: "1 of 1 timed", 1: "those of rank 0"}
+    assert search.timed == 1
+    assert search.used == [PLANS, PLANS]
+
+
 class Ranks:
     """Gathers what two ranks give, each in a thread of its own."""
 
@@ -105,7 +187,16 @@ class Ranks:
         return Groups(tp, Collectives(tp))
 
 
-@pytest.mark.parametrize("plans", [{}, {"4096x4096": {"8": {"split": {"tma": True}, "whole": None}}}])
+def in_threads(run: Callable[[int], None]) -> None:
+    """Run both ranks, each in a thread of its own."""
+    threads = [Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+
+@pytest.mark.parametrize("plans", [{}, PLANS])
 def test_all_ranks_get_the_plans_of_rank_0(plans) -> None:
     ranks = Ranks()
     found: dict[int, Any] = {}
@@ -113,9 +204,5 @@ def test_all_ranks_get_the_plans_of_rank_0(plans) -> None:
     def run(rank: int) -> None:
         found[rank] = share(plans if rank == 0 else {"ignored": {}}, ranks.groups(rank))
 
-    threads = [Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    in_threads(run)
     assert found == {0: plans, 1: plans}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from segue.kernels.gemm_plan import DeviceFacts
 from segue.logs import logger
@@ -26,6 +27,7 @@ Plans = dict[str, dict[str, dict[str, Any]]]
 
 _SAME_MEMORY = 0.05  # devices whose memories differ by at most this share are of one class
 _VERSION = 1  # of the form of the cache file
+_LOCK_POLL_S = 0.1  # between two tries for a lock that another process holds
 
 
 _found: Plans = {}  # plans that starts in this process have found or read, see `add_found_plans`
@@ -141,6 +143,25 @@ class PlanCache:
             return {}
         return plans
 
+    @contextmanager
+    def measuring(self, timeout_s: float) -> Iterator[None]:
+        """Let one engine of this host measure at a time, so that engines that start together measure once.
+
+        The others wait, at most `timeout_s`, and should `load` afterwards. Without a lock, as on a file
+        system that has none or after the timeout, the block runs all the same.
+        """
+        with ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                path = self.path.with_name(f".{self.path.name}.measuring")
+                lock = stack.enter_context(path.open("a"))
+                deadline = time.monotonic() + timeout_s
+                while not _try_lock(lock) and time.monotonic() < deadline:
+                    time.sleep(_LOCK_POLL_S)
+            except OSError as error:
+                logger.debug("%s: engines that start together measure each for itself: %s", self.path, error)
+            yield
+
     def add(self, plans: Plans) -> Plans:
         """Add plans to the file and return all of them; what cannot be written is only logged.
 
@@ -166,6 +187,15 @@ class PlanCache:
                 error,
             )
         return plans
+
+
+def _try_lock(file: TextIO) -> bool:
+    """Whether this process has the lock of an open file now; raises OSError if there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def merge(first: Plans, second: Plans) -> Plans:

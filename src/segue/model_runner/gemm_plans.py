@@ -15,7 +15,7 @@ from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, Kind
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
-from segue.kernels.plan_store import PlanCache, Plans, merge, source_digest
+from segue.kernels.plan_store import PlanCache, Plans, source_digest
 from segue.layers import moe_backend
 from segue.layers.blocks import Linear, RowParallelLinear
 from segue.model_runner.executor import free_garbage
@@ -28,6 +28,7 @@ _SOURCES = [  # what decides how fast a plan is, and how it is timed
     *(_KERNELS / "triton" / f"{name}.py" for name in ("moe", "moe_gemm", "moe_routing")),
 ]
 _MANY = 1 << 30  # rows without a limit
+_WAIT_S = 15.0  # for another engine of this host that measures: a little longer than it may take
 
 
 def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_time: bool) -> str:
@@ -40,7 +41,7 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
     import triton
 
     from segue.kernels.triton.launch import device_facts
-    from segue.kernels.triton.plan_timing import find_plans, use_plans
+    from segue.kernels.triton.plan_timing import find_plans, plan_tasks, use_plans
 
     plans: Plans = {}
     text = "those of rank 0"
@@ -51,13 +52,14 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
             "kernels": source_digest(_SOURCES),
         }
         cache = PlanCache.of(Path(config.cache_dir), device_facts(), versions)
-        plans, text = cache.load(), "stored and cached ones alone: another engine may serve on this device"
-        if may_time:
-            found, kept, text = find_plans([*model_gemms(model), *model_experts(model)], plans)
-            if kept:
-                cache.add(kept)
-            plans = merge(plans, found)
-            free_garbage()
+        plans, text = cache.load(), "all are stored or cached"
+        gemms: list[ModelGemm | ModelExperts] = [*model_gemms(model), *model_experts(model)]
+        if plan_tasks(gemms, plans, device_facts()):
+            text = "those stored and cached: another engine may serve on this device"
+            if may_time:
+                with cache.measuring(_WAIT_S):
+                    plans, text = find_plans(gemms, cache)
+                free_garbage()
     use_plans(share(plans, groups))
     return text
 

@@ -25,7 +25,7 @@ from segue.kernels import gemm_plan, moe_plan
 from segue.kernels.gemm_plan import ELEMENT, DeviceFacts, GemmPlan, GemmShape, choose_fastest
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
 from segue.kernels.moe_plan import MoEPlan
-from segue.kernels.plan_store import Plans, add_found_plans, merge, stored_plans
+from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge, stored_plans
 from segue.kernels.triton import gemm, moe
 from segue.kernels.triton.gate_up_silu import silu_mul
 from segue.kernels.triton.launch import device_facts, only_compile
@@ -140,25 +140,26 @@ class _ExpertsTask:
 
 @torch.inference_mode()
 def find_plans(
-    gemms: Sequence[ModelGemm | ModelExperts], known: Plans, budget_s: float = BUDGET_S
-) -> tuple[Plans, Plans, str]:
-    """Find the plans of a model that neither the stored tables nor `known` have.
+    gemms: Sequence[ModelGemm | ModelExperts], cache: PlanCache, budget_s: float = BUDGET_S
+) -> tuple[Plans, str]:
+    """Find the plans of a model that no stored table has, in the cache or by timing them.
 
+    Those that are found are added to the cache, except where not all candidates could be compiled in time.
     Must be called on the thread and the stream that run steps.
 
     Returns:
-        The plans to use; those of them to keep for later starts, which is all but those whose candidates
-        could not all be compiled in time; and one line about what was done.
+        The plans, those of the cache included, and one line about what was done.
     """
     began, device = time.monotonic(), device_facts()
-    tasks = plan_tasks(gemms, known, device)
+    cached = cache.load()
+    tasks = plan_tasks(gemms, cached, device)
     if not tasks:
-        return {}, {}, "all are stored or cached"
+        return cached, "all are stored or cached"
     try:
         kernels = _compile(tasks, began + budget_s * _COMPILING)
     except torch.OutOfMemoryError as error:
         logger.warning("no plans are timed, the GEMMs go without: %s", error)
-        return {}, {}, "no memory to time any"
+        return cached, "no memory to time any"
     compiled = time.monotonic()
     found: Plans = {}
     kept: Plans = {}
@@ -180,7 +181,11 @@ def find_plans(
             kept = merge(kept, entry)
         timed, taken = timed + 1, taken + (best is not None)
     took = f"{time.monotonic() - began:.1f} s, {compiled - began:.1f} of them to compile"
-    return found, kept, f"{timed} of {len(tasks)} timed in {took}; {taken} have a plan that is faster"
+    if kept:
+        cache.add(kept)
+    return merge(
+        cached, found
+    ), f"{timed} of {len(tasks)} timed in {took}; {taken} have a plan that is faster"
 
 
 def use_plans(plans: Plans) -> None:
