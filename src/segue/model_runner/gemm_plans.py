@@ -54,6 +54,8 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
         cache = PlanCache.of(Path(config.cache_dir), device_facts(), versions)
         plans, text = cache.load(), "all are stored or cached"
         gemms: list[ModelGemm | ModelExperts] = [*model_gemms(model), *model_experts(model)]
+        if not gemms:
+            text = "none: the weights are packed"
         if plan_tasks(gemms, plans, device_facts()):
             text = "those stored and cached: another engine may serve on this device"
             if may_time:

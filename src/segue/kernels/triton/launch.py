@@ -51,7 +51,7 @@ def device_facts() -> DeviceFacts:
     index = torch.cuda.current_device()
     found, limits = torch.cuda.get_device_properties(index), driver.active.utils.get_device_properties(index)
     # A transfer per edge of the clock; the memory reads at 0.85 of that (measured on an H200: 4.16 TB/s).
-    bandwidth = 0.85 * 2 * limits["mem_clock_rate"] * 1e3 * limits["mem_bus_width"] / 8
+    bandwidth = 0.85 * 2 * limits.get("mem_clock_rate", 0) * 1e3 * limits.get("mem_bus_width", 0) / 8
     return DeviceFacts(
         name=found.name,
         capability=(found.major, found.minor),

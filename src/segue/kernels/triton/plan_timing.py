@@ -49,6 +49,10 @@ class _Task(Protocol):
         """What to try."""
 
     @property
+    def compared(self) -> Sequence[Any]:
+        """The plan of ours that the candidates are compared with; none: they are compared with cuBLAS."""
+
+    @property
     def place(self) -> tuple[str, str, str]:
         """Key, number of rows and kind of its plan in tables."""
 
@@ -60,7 +64,7 @@ class _Task(Protocol):
         """Returns random inputs."""
 
     def run(self, plan: Any, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
-        """Run it with a plan, and with the weights of one layer; None: as it runs without a plan."""
+        """Run it with a plan, and the weights of one layer; None: what the plans are compared with."""
 
     def reading(self, plan: Any) -> float:
         """Returns the microseconds that the reader of the result loses by this plan."""
@@ -74,6 +78,7 @@ class _GemmTask:
     shape: GemmShape
     plans: Sequence[GemmPlan]
     bandwidth: float
+    compared: Sequence[GemmPlan] = ()
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -114,6 +119,10 @@ class _ExpertsTask:
     bandwidth: float
 
     @property
+    def compared(self) -> Sequence[MoEPlan]:
+        return [moe_plan.default_plan(self.experts.shape, self.tokens, is_float32=False)]
+
+    @property
     def place(self) -> tuple[str, str, str]:
         return self.experts.shape.key, str(self.tokens), moe.KIND
 
@@ -131,7 +140,7 @@ class _ExpertsTask:
     def run(self, plan: MoEPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
         x, weights, experts = inputs
         own = self.experts
-        plan = plan or moe_plan.default_plan(own.shape, self.tokens, is_float32=False)
+        plan = plan or self.compared[0]
         return moe.run_experts(x, *own.weights[copy % len(own.weights)], weights, experts, plan)
 
     def reading(self, plan: MoEPlan) -> float:
@@ -287,13 +296,13 @@ def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
     Returns the kernels of each plan of each task, which are Triton's, or futures of them.
     """
     inputs = [task.inputs() for task in tasks]
-    for task, given in zip(tasks, inputs, strict=True):
-        task.run(None, given)  # what needs no plan is not compiled below: it is launched
+    kernels = []
     with _UntilDeadline(deadline) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
-        return [
-            [_kernels(task, plan, given) for plan in task.plans]
-            for task, given in zip(tasks, inputs, strict=True)
-        ]
+        for task, given in zip(tasks, inputs, strict=True):
+            kernels.append([_kernels(task, plan, given) for plan in task.plans])
+            for plan in task.compared:
+                _kernels(task, plan, given)
+    return kernels
 
 
 def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
