@@ -14,9 +14,14 @@ COPY deploy/kubernetes ./deploy/kubernetes
 # work too and take gigabytes more.
 FROM base AS built-cpu
 ARG TORCH_INDEX=
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/segue \
     && /opt/segue/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && /opt/segue/bin/pip install -c constraints.txt .
+    && /opt/segue/bin/pip install -c constraints.txt . \
+    && /opt/segue/bin/python -m segue.kernels.cpu.build
 
 # PyPI's torch brings CUDA's libraries; the driver's come from the host.
 FROM base AS built-cuda

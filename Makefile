@@ -141,6 +141,7 @@ gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another 
 	$(BIN)/python -m bench.pause $(call shapes,8b) --load-format=dummy --max-model-len=17000
 	$(BIN)/python -m bench.http_compare $(call shapes,0.6b) $(if $(THEIRS),--theirs "$(THEIRS)")
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --same-gpu --memory-ratio=0.5 --name gpu_weight_ipc
+	$(BIN)/python -m bench.first_minute
 
 gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host; with TP=2 three
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --weight-staging-gb=18 --name gpu_weight_sync$(named_tp); missed=$$?; \

@@ -42,9 +42,9 @@ class Measure:
     bar: float
 
 
-DECODE_1 = Measure(name="decode, batch 1", batch=1, bar=1.7)
-DECODE_16 = Measure(name="decode, batch 16", batch=16, bar=2.1)
-PREFILL = Measure(name=f"prefill {PREFILL_LEN}", batch=1, bar=1.5)
+DECODE_1 = Measure(name="decode, batch 1", batch=1, bar=1.8)
+DECODE_16 = Measure(name="decode, batch 16", batch=16, bar=2.0)
+PREFILL = Measure(name=f"prefill {PREFILL_LEN}", batch=1, bar=1.3)
 MEASURES = (DECODE_1, DECODE_16, PREFILL)
 
 

@@ -1,4 +1,4 @@
-"""The deterministic backend is correct, and its bits do not depend on chunking and batching."""
+"""The deterministic backends are correct, and their bits do not depend on chunking and batching."""
 
 import random
 from collections.abc import Callable
@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from segue.attention import cpu_invariant
+from segue.attention.avx512 import AVX512InvariantAttention
 from segue.attention.base import AttentionBackend, Context
 from segue.attention.cpu_invariant import InvariantCPUAttention
 from segue.errors import ConfigError
+from segue.kernels.cpu.build import kernels
 from tests.attention.case import TOLERANCE, Case
 
 Chunk = tuple[int, int, int]  # a sequence, its number of earlier tokens, its number of tokens in this step
@@ -100,9 +102,16 @@ class Sequences:
 LENS = [200, 1, 64, 65, 129, 333, 17]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+BACKENDS = [
+    (torch.float32, InvariantCPUAttention),
+    (torch.bfloat16, InvariantCPUAttention),
+    *([] if kernels().library is None else [(torch.bfloat16, AVX512InvariantAttention)]),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda each: f"{each[0]}-{each[1].__name__}")
 def sequences(request: pytest.FixtureRequest) -> Sequences:
-    return Sequences(LENS, request.param, InvariantCPUAttention)
+    return Sequences(LENS, *request.param)
 
 
 def check_same_bits(sequences: Sequences, chunks: list[Chunk]) -> None:

@@ -21,6 +21,7 @@ from segue.attention.registry import (
 )
 from segue.errors import ConfigError
 from segue.extras import Extra
+from segue.kernels.cpu.build import Kernels
 
 MORE = Extra(name="more", modules=("no_such_module",), purpose="more")
 
@@ -60,8 +61,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: object) -> 
     monkeypatch.setattr(registry, "TABLE", path)
 
 
-def test_auto_takes_the_cpu_backend_on_a_cpu() -> None:
-    assert select("auto", setting(page_size=1)).name == "cpu"
+@pytest.mark.parametrize(("why_not", "name"), [("", "avx512"), ("there is no compiler", "cpu")])
+def test_auto_takes_the_cpus_kernels_where_they_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, why_not: str, name: str
+) -> None:
+    monkeypatch.setattr(registry, "kernels", lambda: Kernels(why_not=why_not))
+    assert select("auto", setting(page_size=1)).name == name
+    assert select("auto", setting(page_size=1, dtype=torch.float32)).name == "cpu"
+    assert select("auto", setting(page_size=1, head_dim=32)).name == "cpu"
 
 
 def test_auto_takes_the_fastest_measured_backend_for_each_half_and_size(cuda, tmp_path) -> None:
@@ -146,8 +153,8 @@ def test_every_backend_names_a_class_that_exists() -> None:
 
 def test_the_deterministic_backends_of_cuda() -> None:
     entries = registry._BACKENDS.values()
-    found = [each.name for each in entries if each.capabilities.deterministic]
-    assert [name for name in found if not name.startswith("cpu")] == ["triton-invariant"]
+    found = [each for each in entries if each.capabilities.deterministic]
+    assert [each.name for each in found if "cuda" in each.capabilities.devices] == ["triton-invariant"]
 
 
 def test_prefill_and_decode_backends_are_selected_separately(cuda) -> None:

@@ -39,7 +39,7 @@ def test_tables_end_with_the_verdict() -> None:
     result = run()
     assert result.exit_code == 0
     assert "Optional packages" in result.stdout
-    assert "cpu is the first in the order of preference that runs on cpu" in result.stdout
+    assert " is the first in the order of preference that runs on cpu" in result.stdout
     assert result.stdout.rstrip().endswith("segue serve can start.")
 
 

@@ -40,6 +40,8 @@ def test_the_line_names_the_step_and_its_bytes_and_is_removed(monkeypatch: pytes
             StartStep(0, "weights", 4, 11, 1 << 20, 4 << 20),
             StartStep(0, "weights", 4, 11, 3 << 20, 4 << 20),
             StartStep(0, "page count", 5, 11),
+            StartStep(0, "kernels", 11, 12),
+            StartStep(0, "kernels", 11, 12, detail="7 of 77"),
         ):
             on_start(step)
         on_start(None)
@@ -49,6 +51,7 @@ def test_the_line_names_the_step_and_its_bytes_and_is_removed(monkeypatch: pytes
             "start 4/11: weights",
             "3.0/4.0 MiB",
             "start 5/11: page count",
+            "start 11/12: kernels, 7 of 77",
         ):
             assert text in shown
         assert screen.getvalue().endswith("\x1b[2K")  # the line is empty
@@ -63,9 +66,9 @@ def test_a_terminal_shows_the_steps_or_has_lines_of_json(form: str, tiny_model: 
     terminal = Terminal("serve", *flags, "--device", "cpu", "--log-format", form)
     try:
         if form == "json":
-            terminal.expect(r'"message": "start +4/11 weights: ')
+            terminal.expect(r'"message": "start +4/12 weights: ')
         else:
-            terminal.expect(r"start \d+/11: [a-zA-Z ]+ \d:\d\d:\d\d")
+            terminal.expect(r"start \d+/12: [a-zA-Z ]+ \d:\d\d:\d\d")
             terminal.expect(r"[\d.]+/[\d.]+ (bytes|KiB|MiB)")
         terminal.expect(r"Ready at http://127\.0\.0\.1:\d+")
         terminal.process.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ import segue.model_runner
 from segue.attention.base import AttentionShape, Context, PagedBackend
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
+from segue.kernels.compilations import Compilations
 from segue.kvcache.pool import KVPool
-from segue.model_runner import graphs, grid, static_inputs
+from segue.model_runner import graphs, grid, static_inputs, warm_up
 from segue.model_runner.step_times import time_steps
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
@@ -169,6 +171,22 @@ def drive(runner: Any, model: Any, **params: Any) -> tuple[list[Any], list[tuple
 def test_captured_steps_give_the_tokens_of_transformers(make: Any, llama: Any, has_grid: bool) -> None:
     _, steps = drive(make(has_grid=has_grid), llama[1])
     assert steps == [(None, 15), (None, 12), (None, 13), (None, 0), (None, 0)]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_warm_up_leaves_no_trace(
+    make: Any, cuda_executor: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    runner, found = make(captures=False), Compilations()
+    monkeypatch.setattr(cuda_executor, "compiled_together", lambda *_: nullcontext(found))
+    monkeypatch.setattr(warm_up, "row_steps", lambda *_: {3, 8, 40})
+    assert runner._executor.warm_up(runner.limits, captures=captures) is found
+    written = runner.kv.data.view(len(runner.kv.data), -1).any(dim=1).nonzero().flatten()
+    assert written.tolist() == [runner.kv.scratch_page]
+    if captures:
+        assert runner._executor.capture(lambda: 0, 1) == []
+    _, steps = drive(runner, llama[1])
+    assert [eager is None for eager, _ in steps] == [captures] * len(WORK)
 
 
 def test_the_steps_that_are_timed_at_start_leave_no_trace(make: Any, llama: Any) -> None:

@@ -42,6 +42,7 @@ STEPS = [
     "attention backend",
     "MoE backend",
     "sampler",
+    "kernels",
     "CUDA graphs",
 ]
 

@@ -50,6 +50,8 @@ def test_counters_and_histograms_match_the_served_requests(tiny_model: Path) -> 
     assert values["step_time_seconds_count"] > 0
     assert values["eager_total:disabled"] == values["step_time_seconds_count"]  # a CPU has no graphs
     assert values["graph_hit_total:decode"] == values["graph_hit_total:forward"] == 0
+    assert values["kernel_compilations_after_ready_total:0"] == 0
+    assert values["kernel_loads_after_ready_total:0"] == 0
     assert values["eager_total:prompts"] == values["padded_tokens_total"] == 0
     assert values["step_time_seconds_bucket:+Inf"] == values["step_time_seconds_count"]
     assert values["num_requests_running"] == values["num_requests_waiting"] == 0

@@ -31,7 +31,16 @@ from segue.messages.control import (
 from segue.messages.kv import BanWriters, Claim, First, Grant, KVCommand, KVMessage, ReservePages
 from segue.messages.kv_link import LinkClosed, LinkEvent, LinkMessage, LinkOpened
 from segue.messages.requests import Abort, AddRequest, Handoff, Rejected, SamplingParams, pack_ids
-from segue.messages.steps import NON_FINITE, Drain, Drained, RankEvent, RankMessage, StepPlan, StepResult
+from segue.messages.steps import (
+    NON_FINITE,
+    Drain,
+    Drained,
+    KernelsCompiled,
+    RankEvent,
+    RankMessage,
+    StepPlan,
+    StepResult,
+)
 from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.follower import follow
@@ -296,6 +305,21 @@ def test_non_finite_logits_are_logged_once(client: Client, caplog: pytest.LogCap
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert "not finite (NaN or infinite) for request first " in record.getMessage()
+
+
+def test_kernels_that_ranks_compile_are_counted_at_once_also_while_nothing_runs(leader: Client) -> None:
+    for event in (KernelsCompiled(1, 1, 0), KernelsCompiled(0, 2, 1), KernelsCompiled(1, 2, 0)):
+        leader.send_event(event)
+        output = leader.receive()
+        assert isinstance(output, SchedulerOutput)
+        assert output.counters.compiled_kernels[event.rank] == event.compiled
+    assert output.counters.compiled_kernels == {0: 2, 1: 2}
+    assert output.counters.loaded_kernels == {0: 1, 1: 0}
+    leader.send(GetState(7))
+    state = leader.receive()
+    assert isinstance(state, State)
+    assert state.state["kernel_compilations_after_ready"] == 4
+    assert state.state["kernel_loads_after_ready"] == 1
 
 
 def test_a_rejection_is_answered(client: Client) -> None:

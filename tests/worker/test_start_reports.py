@@ -43,3 +43,13 @@ def test_steps_are_reported_as_they_begin_and_logged_unless_they_are_shown(
     assert [step.name for step in reports.steps] == ["device", "weights"]
     lines = ["start  1/2 device: 0.50 s", "start  2/2 weights: 1.00 s, 3 MiB (much)"]
     assert caplog.messages == ([] if is_shown else lines)
+
+
+def test_the_number_of_compiled_kernels_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_reports, "BYTES_EVERY_S", 1000.0)
+    outbox: Any = Outbox()
+    reports = StartReports(0, outbox, is_shown=True)
+    reports.begin("kernels", 12)
+    for number in (1, 2, 3):
+        reports.compiled(number, 3)
+    assert [message.detail for message in outbox.messages] == ["", "3 of 3"]

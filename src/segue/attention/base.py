@@ -206,6 +206,13 @@ class PagedBackend(AttentionBackend):
     def queries_per_block(self, tokens: int) -> int:
         """Returns the maximum of queries per row of `ctx.blocks` in a step of `tokens` tokens."""
 
+    def row_steps(self, max_rows: int) -> set[int]:
+        """Returns the tokens, or decode rows, up to which steps launch the same kernels, for the warm-up.
+
+        There may be more of them, and those above `max_rows` do not matter.
+        """
+        return set()
+
     def forward(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, layer: int, ctx: Context
     ) -> Tensor:

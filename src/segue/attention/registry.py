@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from segue.attention.base import AttentionBackend, AttentionShape, Context, PagedBackend
 from segue.errors import ConfigError
 from segue.extras import FA3, Extra
+from segue.kernels.cpu.build import kernels
 from segue.kvcache.pool import KVPool
 
 # Rankings of backends, fastest first, by compute capability ("9.0"), head size, page size and half, and for
@@ -46,6 +47,7 @@ class Capabilities:
     architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
     package: tuple[str, Extra] | None = None  # required module, and the extra that installs it
     graphs: bool = False  # whether its steps can be captured in CUDA graphs
+    why_not: Callable[[], str] | None = None  # asks the machine: one clause, or "" if it supports the backend
     deterministic: bool = False  # batch-invariant: neither batching nor chunking changes a query's bits
 
 
@@ -97,6 +99,11 @@ class PairedAttention(PagedBackend):
     def queries_per_block(self, tokens: int) -> int:
         """See `PagedBackend.queries_per_block`."""
         return self._prefill(tokens).queries_per_block(tokens)
+
+    def row_steps(self, max_rows: int) -> set[int]:
+        """See `PagedBackend.row_steps`."""
+        halves = [self._decode, *(half for _, half in self._sizes)]
+        return {size for size, _ in self._sizes}.union(*(half.row_steps(max_rows) for half in halves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,10 +293,18 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
             importlib.import_module(module)
         except (ImportError, OSError) as error:
             reasons.append(f"{module} cannot be imported ({error}); {extra.remedy}")
+    if not reasons and capabilities.why_not is not None and (reason := capabilities.why_not()):
+        reasons.append(reason)
     return reasons
 
 
 _CPU = Capabilities(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
+_AVX512 = Capabilities(
+    devices=("cpu",),
+    dtypes=(torch.bfloat16,),
+    head_dims=tuple(range(64, 513, 64)),
+    why_not=lambda: kernels().why_not,
+)
 _TRITON = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -312,6 +327,8 @@ _BACKENDS = {
         ("triton", _TRITON, "triton:TritonAttention"),
         ("fa3", _FA3, "fa3:FA3Attention"),
         ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
+        ("avx512", _AVX512, "avx512:AVX512Attention"),
+        ("avx512-invariant", replace(_AVX512, deterministic=True), "avx512:AVX512InvariantAttention"),
         ("cpu", _CPU, "cpu:CPUAttention"),
         ("cpu-invariant", replace(_CPU, deterministic=True), "cpu_invariant:InvariantCPUAttention"),
     )

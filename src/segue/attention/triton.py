@@ -27,6 +27,7 @@ _MAX_SPLITS = 64
 _PLANNED_SPLITS = 32  # maximum per row of a planned batch
 _MIN_KEYS = 256  # a split of a planned batch has at least as many keys
 _ROWS_PER_PLANNER = 8  # rows that a program of `plan_decode` plans
+_FEW_ROWS = 8  # fewer rows take fewer warps
 _STAGES, _WARPS = 2, 4  # of prefill
 _SPAN = 512  # keys per span of batch-invariant attention
 _LOG2_E = 1.4426950408889634  # the kernels use exp2
@@ -100,6 +101,14 @@ class TritonAttention(PagedBackend):
             64 if self._is_float32 else 128,
         )
 
+    def row_steps(self, max_rows: int) -> set[int]:
+        """See `PagedBackend.row_steps`: the sizes of prefill tiles, splits, warps and tables of plans."""
+        shape = self._shape
+        tiles = {(2 * self._max_programs * size - 1) // shape.num_heads for size in (32, 64)}
+        splits = {(self._max_programs >> power) // shape.num_kv_heads for power in range(1, 9)}
+        tables = {1 << power for power in range(8, max_rows.bit_length())}
+        return tiles | splits | tables | {_FEW_ROWS - 1}
+
     def prepare(self, ctx: Context) -> None:
         """Lay out the blocks of the sequences after the decode rows, unless the context has them."""
         self._blocks = ctx.blocks
@@ -159,7 +168,7 @@ class TritonAttention(PagedBackend):
             STAGES=2 if self._is_float32 else 3,
             GP=max(16, triton.next_power_of_2(self._group)),
             **arguments,
-            **launch_options(2 if ctx.num_decode < 8 else 4, len(query)),
+            **launch_options(2 if ctx.num_decode < _FEW_ROWS else 4, len(query)),
         )
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:

@@ -13,6 +13,7 @@ import segue
 from segue.cli.asking import MaxTokens, Temperature, TopP, given, opened
 from segue.cli.bench import bench_app
 from segue.cli.chat import Conversation, converse
+from segue.cli.compile import compile_kernels
 from segue.cli.doctor import doctor
 from segue.cli.failover_demo import failover_demo
 from segue.cli.flags import join_lists, setting, with_options
@@ -44,6 +45,7 @@ app.add_typer(control_app)
 app.command("generate")(generate)
 app.command("top")(top)
 app.command("doctor")(doctor)
+app.command("compile")(compile_kernels)
 app.command("failover-demo")(failover_demo)
 
 

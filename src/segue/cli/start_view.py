@@ -30,7 +30,7 @@ def start_view(log_format: LogFormat) -> Iterator[Callable[[StartStep | None], N
 
 
 class StartView:
-    """One line: the step, its number and seconds, and the bytes of weights that are loaded."""
+    """One line: the step, its number and seconds, and the bytes of weights or the kernels that are there."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -50,7 +50,7 @@ class StartView:
             self.close()
             return
         wanted = self._loading if step.total_bytes else self._plain
-        text = f"{step.number}/{step.num_steps}: {step.step}"
+        text = f"{step.number}/{step.num_steps}: {step.step}{step.detail and ', '}{step.detail}"
         if wanted is not self._shown or step.number != self._number:
             self.close()
             for task in wanted.task_ids:
@@ -58,7 +58,7 @@ class StartView:
             wanted.add_task(text, total=step.total_bytes or None)
             wanted.start()
             self._shown, self._number = wanted, step.number
-        wanted.update(wanted.task_ids[0], completed=step.num_bytes)
+        wanted.update(wanted.task_ids[0], description=text, completed=step.num_bytes)
 
     def close(self) -> None:
         """Remove the line."""

@@ -15,6 +15,7 @@ from segue.kernels.gemm_plan import ELEMENT, DeviceFacts
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # a plan serves up to so many tokens
 _MAX_PLANS = 10
+_FEW_TOKENS, _FEW_PAIRS = 4, 32  # so many tokens, or pairs per expert, have small tiles by default
 _MANY = 256  # pairs per expert from which all plans fill their tiles
 
 
@@ -72,11 +73,16 @@ class MoEShape:
         return tokens * self.per_token / self.num_experts
 
 
+def default_steps(shape: MoEShape) -> set[int]:
+    """Returns the numbers of tokens up to which a default plan serves."""
+    return {_FEW_TOKENS, _FEW_PAIRS * shape.num_experts // shape.per_token}
+
+
 def default_plan(shape: MoEShape, tokens: int, *, is_float32: bool) -> MoEPlan:
     """Returns a plan that runs on any device."""
-    if tokens <= 4:
+    if tokens <= _FEW_TOKENS:
         return MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
-    if is_float32 or shape.pairs(tokens) <= 32:
+    if is_float32 or shape.pairs(tokens) <= _FEW_PAIRS:
         config = TileConfig(32, 32, 2, 4) if is_float32 else TileConfig(64, 64, 3, 4)
         return MoEPlan(16, config, config)
     return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))

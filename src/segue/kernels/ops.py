@@ -9,6 +9,7 @@ from torch import Tensor
 
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
+from segue.kernels.cpu import ops as cpu
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
@@ -56,6 +57,8 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         from segue.kernels.triton.norm import add_rms_norm as fused
 
         return fused(x, residual, weight, eps)
+    if cpu.usable(x):
+        return cpu.add_rms_norm(x, residual, weight, eps)
     total = x if residual is None else residual.add_(x)
     return rms_norm(total, weight, eps), total
 
@@ -113,6 +116,11 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
+    if cpu.usable(weight):
+        if deterministic:
+            return cpu.CPUBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
+        if float32_output:  # oneDNN's product is in the weight's dtype
+            return None
     return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
 
 
@@ -158,8 +166,20 @@ def linear(
         if float32_output and x.dtype != torch.float32:
             product = torch.mm(x, weight.T, out_dtype=torch.float32)
             return product if bias is None else product.add_(bias)
+    if _uses_cpu_kernel(x, packed):
+        return cpu.gemm(x, weight, bias, torch.float32 if float32_output else x.dtype)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if float32_output else result
+
+
+def _uses_cpu_kernel(x: Tensor, packed: Gemm | None) -> bool:
+    """Whether the CPU's own kernel multiplies `x` by the weight itself.
+
+    It does for few rows, and for any number if oneDNN has no copy of the weight.
+    """
+    if isinstance(packed, cpu.CPUBatchInvariantGemm):
+        return True
+    return (packed is None or (isinstance(packed, Packed) and len(x) <= cpu.MAX_ROWS)) and cpu.usable(x)
 
 
 def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None) -> Tensor:
@@ -174,6 +194,8 @@ def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | 
         gated = fused(x, weight)
         if gated is not None:
             return gated
+    if bias is None and _uses_cpu_kernel(x, packed):
+        return cpu.gate_up_silu(x, weight)
     gate_up = linear(x, weight, bias, packed, may_split=True)
     if isinstance(packed, BatchInvariantGemm):  # on CUDA the ordinary kernel is batch-invariant
         return batch_invariant.silu_mul(gate_up, x.dtype)
@@ -190,6 +212,8 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         from segue.kernels.triton.gate_up_silu import silu_mul as fused
 
         return fused(gate_up, dtype)
+    if cpu.usable(gate_up):
+        return cpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

@@ -150,6 +150,7 @@ class StartStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_steps: int
     num_bytes: int = 0
     total_bytes: int = 0  # 0: not known
+    detail: str = ""  # how far it is, in words
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -217,6 +218,10 @@ class Counters(msgspec.Struct, array_like=True, kw_only=True):
     warm_pages: int = 0  # KV pages that this engine took over from the one before, when it woke
     warm_refused: ColdReason | None = None  # why it took none; None: it did, or there is no --warm-kv
     taken_pages: int = 0  # held by requests, offers and leases; all others are free or may be evicted
+    # rank -> kernels that it has compiled since it was ready, and that it has loaded from the cache on disk;
+    # ranks that have done neither are not there
+    compiled_kernels: dict[int, int] = {}
+    loaded_kernels: dict[int, int] = {}
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

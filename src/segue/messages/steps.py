@@ -63,8 +63,28 @@ class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 RankMessage = StepPlan | Drain | LifeMessage | WeightCommand | MemoryCommand | ProfileCommand | KVCommand
+
+
+class KernelsCompiled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Reports that a rank has compiled a kernel since it was ready, or loaded one from the cache on disk."""
+
+    rank: int
+    compiled: int  # since then
+    loaded: int
+
+
 WeightEvent = RankReply | Received | WeightsChanged
-RankEvent = Drained | RankAnswer | MemoryMoved | Traced | WeightEvent | RankJoined | KVEvent | LinkEvent
+RankEvent = (
+    Drained
+    | KernelsCompiled
+    | RankAnswer
+    | MemoryMoved
+    | Traced
+    | WeightEvent
+    | RankJoined
+    | KVEvent
+    | LinkEvent
+)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
+from segue.kernels.compilations import Compilations, compiled_together
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
-from segue.memory import backing
-from segue.messages.control import GraphCost
+from segue.memory import backing, tensor_ops
+from segue.messages.control import EngineLimits, GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import StepPlan
+from segue.model_runner import warm_up
 from segue.model_runner.executor import DeviceStepResult, StepExecutor, free_garbage
 from segue.model_runner.graphs import (
     CaptureSizes,
@@ -138,18 +140,35 @@ class CUDAExecutor(StepExecutor):
         return sum(cost.num_graphs for cost in self.graph_costs.values())
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile the kernels of steps above the largest forward graph; captures compile the others'."""
-        smaller = min(2 * self._max_captured, self._max_tokens)
-        shapes = [self._shape(tokens) for tokens in dict.fromkeys((smaller, self._max_tokens))]
-        # Attention of decode rows beside prompts has a kernel per number of programs that share a row, and
-        # others for fewer than 8 rows: 7 rows and 8 take different ones, with as many programs.
-        few = self._shape(min(max(16, self.max_rows), self._max_tokens))
-        rows = sorted({7, *(1 << power for power in range(self.max_rows.bit_length()))})
-        shapes += [replace(few, decode=count) for count in rows if count <= few.sequences]
-        for shape in shapes:
-            self._run_forward(shape)
+    def warm_up(
+        self,
+        limits: EngineLimits,
+        *,
+        captures: bool,
+        on_kernels: Callable[[int, int], None] | None = None,
+    ) -> Compilations:
+        """Compile every kernel that a request can lead to, see `warm_up.py`; leaves no trace in the state.
+
+        `captures` says whether graphs are captured next: decode graphs have kernels of their own.
+        `on_kernels` is called with the number of kernels that are there, and of all.
+        """
+        model, device = self.model, self.state.device
+        steps = warm_up.row_steps(model, self.backend, limits)
+        max_scored = self.logits_bytes // (4 * model.config.vocab_size)
+        with compiled_together(device, model.shard.tp.size, on_kernels) as found, model.distinct_layers():
+            for step in warm_up.all_steps(steps, limits, max_scored=max_scored):
+                self.run(step.plan(self.state.step + 1)).result()
+            self._inputs.clear()
+            if captures:  # forward graphs may have a decode row per request, and a prompt beside them
+                self._run_forward(self._shape(min(self._max_tokens, warm_up.NOT_FEW)))
+                for size in warm_up.captured_sizes(self._graphs["decode"].to_capture, steps):
+                    self._run_decode(size)
+            warm_up.forbid_once(model.config.vocab_size, device)
+            if device.type == "cuda":
+                tensor_ops.warm_up(device, model.embed.weight.dtype)
+        self.state.step = 0
         free_garbage()
+        return found
 
     @torch.inference_mode()
     def capture(self, taken: Callable[[], int], reserve: int) -> list[str]:

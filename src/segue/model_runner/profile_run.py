@@ -14,6 +14,7 @@ from torch import Tensor
 from segue.attention.base import AttentionShape, Context
 from segue.attention.registry import Selection
 from segue.errors import OutOfMemoryError
+from segue.kernels.compilations import compiled_together
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 from segue.logs import logger
@@ -125,9 +126,16 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
         backend=selection.make(shape, kv),
     )
     meter = PeakMeter(resolved.device)
-    with torch.inference_mode():
-        meter.start()
+
+    def run() -> None:
         model.logits(model(ctx)[: resolved.max_running_requests])
+
+    with torch.inference_mode():
+        if resolved.device.type == "cuda":
+            with compiled_together(resolved.device, model.shard.tp.size), model.distinct_layers():
+                run()
+        meter.start()
+        run()
         return meter.stop()
 
 

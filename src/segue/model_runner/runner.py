@@ -41,6 +41,7 @@ class ModelRunner:
         report: Callable[[InitStep, int], None],
         begin: Callable[[str, int], None] = lambda name, num_steps: None,
         on_bytes: Callable[[int, int], None] | None = None,
+        on_kernels: Callable[[int, int], None] | None = None,
     ) -> None:
         """Take the steps of `Startup`, each timed and reported.
 
@@ -53,11 +54,12 @@ class ModelRunner:
             begin: called before each step with its name and the number of all steps.
             on_bytes: called while weights are loaded, with the bytes so far and in all; then nothing else
                 shows this progress.
+            on_kernels: called while kernels are compiled, with the number so far and in all.
 
         Raises:
             SegueError: a problem that the user can solve, with device, sizes, memory or model files.
         """
-        self._startup = made = Startup(config, source, tp, run_dir, on_bytes=on_bytes)
+        self._startup = made = Startup(config, source, tp, run_dir, on_bytes=on_bytes, on_kernels=on_kernels)
         first, *rest = steps = made.steps()
         _run_steps([first], len(steps), begin, report)  # chooses the device, whose stream runs the others
         self.tp = tp

@@ -74,6 +74,9 @@ class Startup:
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
     matchers: Matchers | None = None  # of guided requests
     on_bytes: Callable[[int, int], None] | None = None  # while weights are loaded: bytes so far and in all
+    on_kernels: Callable[[int, int], None] | None = (
+        None  # while kernels are compiled: as many so far and in all
+    )
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""
@@ -89,7 +92,8 @@ class Startup:
             ("attention backend", self._make_backend),
             ("MoE backend", self._name_experts),
             ("sampler", self._make_sampler),
-            ("CUDA graphs", self._make_executor),
+            ("kernels", self._make_executor),
+            ("CUDA graphs", self._capture_graphs),
             *([("step times", self._time_steps)] if self.config.enable_laps_scheduler else []),
         ]
 
@@ -290,20 +294,9 @@ class Startup:
         return 0, ""
 
     def _make_executor(self) -> Made:
-        """Make the executor of steps: on CUDA with captured graphs, if there are any, else eager."""
-        config = self.config
-        self.graph_costs: dict[str, GraphCost] = {}
-        sizes = grid.resolve_grid(
-            config,
-            self.resolved,
-            self._backend,
-            self.selection.name,
-            moe=self.source.config.moe is not None,
-            captures=self._captures,
-        )
+        """Make the executor of steps, and on CUDA compile all kernels that a step can need."""
         if not self._on_cpu:
-            return self._make_cuda_executor(sizes)
-        self._warn_without_graphs()
+            return self._make_cuda_executor()
         self.executor = StepExecutor(
             model=self.model,
             state=self._state,
@@ -311,7 +304,7 @@ class Startup:
             backend=self._backend,
             sampler=self._sampler,
         )
-        return 0, _EAGER
+        return 0, "none to compile: a CPU runs torch's"
 
     def _time_steps(self) -> Made:
         """Time some steps, for the scheduler's predictions."""
@@ -319,12 +312,12 @@ class Startup:
         self.step_times = time_steps(self.executor, self.limits, vocab_size, self._groups.all_gather)
         return 0, describe_times(self.step_times)
 
-    def _make_cuda_executor(self, sizes: list[grid.GridSize]) -> Made:
-        """Make the executor for CUDA and capture its graphs; `sizes` are those of the grid, perhaps none."""
+    def _make_cuda_executor(self) -> Made:
+        """Make the executor for CUDA, and compile the kernels."""
         from segue.model_runner.cuda_executor import CUDAExecutor
 
         config = self.config
-        self.executor = executor = CUDAExecutor(
+        executor = CUDAExecutor(
             model=self.model,
             state=self._state,
             kv=self.kv,
@@ -336,8 +329,24 @@ class Startup:
             token_buckets=_sizes(config.precompile_token_paddings, "precompile_token_paddings"),
             self_check=config.graph_self_check,
         )
+        self.executor = executor
+        kernels = executor.warm_up(self.limits, captures=self._captures, on_kernels=self.on_kernels)
+        return 0, f"{kernels.compiled} compiled, {kernels.loaded} loaded from the cache on disk"
+
+    def _capture_graphs(self) -> Made:
+        """Capture the graphs of the executor for CUDA, if there are any."""
+        self.graph_costs: dict[str, GraphCost] = {}
+        sizes = grid.resolve_grid(
+            self.config,
+            self.resolved,
+            self._backend,
+            self.selection.name,
+            moe=self.source.config.moe is not None,
+            captures=self._captures,
+        )
         num_bytes = 0
         if self._captures:
+            executor = cast("CUDAExecutor", self.executor)
             grid.register(executor, sizes)
             num_bytes = self._capture(executor)
             self.graph_costs = executor.graph_costs
@@ -411,7 +420,6 @@ class Startup:
         The graphs may take `GRAPH_RESERVE` bytes, because KV pages and activations have the rest. Sizes that
         do not fit are left out on every rank alike: their steps run eagerly, slower but with correct results.
         """
-        executor.warm_up()
         num_layers, is_alone = self.source.config.num_layers, not self.config.shares_weights
         meter = GraphMeter(self.resolved.device, num_layers=num_layers, is_alone=is_alone)
 

@@ -86,8 +86,13 @@ class DeviceInputs:
         header = _split(self._buffer, self._header_sizes)
         counts, self.sample_slots, self.sample_positions, self.logits_indices = header
         self.ring_index, self._num_tokens, self._num_sampled = counts[:1], counts[1:2], counts[2:]
-        self.sample_slots.fill_(self._dummy)
+        self.clear()
         self._grid: dict[StepShape, tuple[Tensor, Tensor, GridMetadata]] = {}  # of captured grid sizes
+
+    def clear(self) -> None:
+        """Make the inputs those of a step without requests, whatever shape they are read in."""
+        self._buffer.zero_()
+        self.sample_slots.fill_(self._dummy)
 
     def max_blocks(self, tokens: int, sequences: int) -> int:
         """Return the most query blocks that `tokens` tokens of `sequences` sequences take.

@@ -1,6 +1,7 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
+from segue.kernels.cpu import ops as cpu
 from segue.kernels.ops import embed, gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
@@ -75,6 +77,21 @@ class Attention(Layer):
         `[T, heads, head_dim]`.
         """
         heads = self.num_heads + self.num_kv_heads
+        if cpu.usable(qkv) and self.head_dim % 32 == 0:
+            cpu.norm_rope_store(
+                qkv,
+                self.qk_weight,
+                self.eps,
+                *angles,
+                ctx.slot_mapping,
+                ctx.kv.key_rows[self.layer],
+                ctx.kv.value_rows[self.layer],
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            )
+            qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
+            return qkv[:, : self.num_heads], qkv[:, self.num_heads : heads], qkv[:, heads:]
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
         if self.q_norm is not None:
@@ -258,6 +275,21 @@ class Decoder(Layer):
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
         logits = self.collectives.gather(self.lm_head(hidden))
         return None if logits is None else logits[:, : self.config.vocab_size]
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Run only layers that launch different kernels while the block runs, in order to compile these.
+
+        They are the first one, the last one, and one of each kind between them.
+        """
+        layers = self.layers
+        kinds = {cast(DecoderLayer, layer).is_sparse: layer for layer in layers[1:-1]}
+        if kinds:
+            self.layers = nn.ModuleList([layers[0], *kinds.values(), layers[-1]])
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def weights_per_token(self) -> int:
         """Return how many weights of this rank's layers one token uses; of experts, only those it needs."""

@@ -71,6 +71,8 @@ def internal_state(s: Scheduler) -> dict[str, Any]:
         "graph_hit_by_kind": s.totals.graph_hits,
         "eager": s.totals.eager_steps,
         "padded_tokens": s.totals.padded_tokens,
+        "kernel_compilations_after_ready": sum(s.totals.compiled_kernels.values()),
+        "kernel_loads_after_ready": sum(s.totals.loaded_kernels.values()),
         "laps": None if laps is None else structs.asdict(laps),
         "role": s.roles.role,
         "handover": _handover(s, handover) if s.config.role != "both" else None,

@@ -116,6 +116,13 @@ def _engine_metrics(runtime: Runtime) -> Iterator[Metric]:
     graphs = dict.fromkeys(GRAPH_KINDS, 0) | now.graph_hits
     yield counter("graph_hit", "Steps that replayed a CUDA graph, by kind.", graphs, "kind")
     yield counter("padded_tokens", "Tokens computed only to fill a CUDA graph.", now.padded_tokens)
+    ranks = range(runtime.config.tp)
+    compiled = {str(rank): now.compiled_kernels.get(rank, 0) for rank in ranks}
+    text = "Kernels that were compiled while requests waited, by rank; the start should compile all."
+    yield counter("kernel_compilations_after_ready", text, compiled, "rank")
+    loaded = {str(rank): now.loaded_kernels.get(rank, 0) for rank in ranks}
+    text = "Kernels that were loaded from the cache on disk while requests waited, by rank."
+    yield counter("kernel_loads_after_ready", text, loaded, "rank")
     text = "Requests that ended because their logits were NaN or infinite."
     yield counter("non_finite_logits", text, now.non_finite_logits)
 

@@ -13,7 +13,7 @@ from segue.disagg.page_sender import PageSender
 from segue.disagg.preparer import PagePreparer
 from segue.disagg.transports.base import ExportedPool, Transport
 from segue.disagg.transports.choice import TRAITS, kinds_to_offer
-from segue.disagg.transports.cuda_ipc import DevicePages
+from segue.disagg.transports.cuda_ipc import DevicePages, warm_up
 from segue.disagg.transports.export import PoolExport
 from segue.disagg.transports.nixl import NixlTransport
 from segue.disagg.transports.nixl_agent import has_nixl
@@ -33,6 +33,8 @@ def make_mover(
     device = runner.device
     has_key = config.pd_key is not None
     kinds = kinds_to_offer(config.pd_transport, device.type, has_key=has_key, has_nixl=has_nixl())
+    if "cuda_ipc" in kinds:
+        runner.on_stream(partial(warm_up, runner.kv))
     uuids = [] if device.type == "cpu" else reachable_uuids(device)
     path, rank = str(run_dir / f"kv{runner.tp.rank}"), runner.tp.rank
     checksums = checksums_of(runner.kv)

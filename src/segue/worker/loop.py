@@ -41,7 +41,7 @@ from segue.messages.life import EndWake, PingRanks, RankAnswer, WakeRanks
 from segue.messages.memory import MemoryMoved, ReleaseMemory, ResumeMemory
 from segue.messages.profile import StartProfile, StopProfile, Traced
 from segue.messages.requests import Abort, AddRequest, Finish, Finished, Rejected
-from segue.messages.steps import Drain, Drained, RankEvent, RankMessage, StepPlan
+from segue.messages.steps import Drain, Drained, KernelsCompiled, RankEvent, RankMessage, StepPlan
 from segue.messages.weight_update import WeightCall, WithdrawCall
 from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
@@ -355,6 +355,11 @@ class SchedulerLoop:
                 self._profiles.on_rank(event, now)
             case RankAnswer():
                 self._answer_life(event)
+            case KernelsCompiled():
+                totals = self.scheduler.totals
+                totals.compiled_kernels[event.rank] = event.compiled
+                totals.loaded_kernels[event.rank] = event.loaded
+                self._send(self.scheduler.output())
             case Drained() | RankJoined():
                 raise AssertionError(f"a rank sent {type(event).__name__}, which nobody awaits")
             case _:

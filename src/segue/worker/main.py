@@ -25,12 +25,13 @@ from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
+from segue.kernels.compilations import Compilations, watched
 from segue.laps import cost
 from segue.logs import configure, logger
 from segue.memory.releasable import ReleasableMemory
 from segue.messages.control import InitStep, Ready, StartFailed
 from segue.messages.kv import RankAddress, RankJoined
-from segue.messages.steps import RankEvent
+from segue.messages.steps import KernelsCompiled, RankEvent
 from segue.messages.weight_update import WeightsChanged
 from segue.model_runner.runner import ModelRunner
 from segue.scheduler.scheduler import Scheduler
@@ -123,6 +124,7 @@ def run_scheduler(
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             cost.warm_up()
+            stack.enter_context(watched(runner.device, partial(_tell_compiled, sender, 0)))
             if not embedded:
                 freeze_heap()
             control_address = None if links is None else links.address
@@ -155,8 +157,8 @@ def start_runner(
     reports = StartReports(tp.rank, outbox, is_shown=shows_start)
     try:
         source = resolve(config.model, config.load_format, config.cache_dir, revision=config.revision)
-        on_bytes = reports.loaded if shows_start else None
-        runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes)
+        on_bytes, on_kernels = (reports.loaded, reports.compiled) if shows_start else (None, None)
+        runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes, on_kernels)
         return runner, reports.steps
     except Exception as error:
         if not isinstance(error, SegueError):
@@ -250,12 +252,18 @@ def _run_follower(
             sender.send(RankJoined(rank=tp.rank, address=rank_address))
         memory = _released_memory(runner, served, sender)
         profiler = None if config.profile_dir is None else RankProfiler(runner, sender.send)
-        follow(runner, updater, messages, sender.send, turn, mover, memory, profiler)
+        with watched(runner.device, partial(_tell_compiled, sender, tp.rank)):
+            follow(runner, updater, messages, sender.send, turn, mover, memory, profiler)
 
 
 def _tell_change(sender: EventSender, number: int, version: str, model_path: str | None) -> None:
     """Tell the loop that another engine has changed the weights, which the engines share."""
     sender.send(WeightsChanged(generation=number, version=version, model_path=model_path))
+
+
+def _tell_compiled(sender: EventSender, rank: int, found: Compilations) -> None:
+    """Tell the loop that a kernel was compiled behind the start."""
+    sender.send(KernelsCompiled(rank, found.compiled, found.loaded))
 
 
 def _released_memory(

@@ -41,6 +41,11 @@ class StartReports:
             return
         self._send(msgspec.structs.replace(self._current, num_bytes=num_bytes, total_bytes=total_bytes))
 
+    def compiled(self, num_kernels: int, total: int) -> None:
+        """Report how many kernels are compiled; not more often than anybody can see."""
+        if num_kernels == total or time.monotonic() - self._sent_at >= BYTES_EVERY_S:
+            self._send(msgspec.structs.replace(self._current, detail=f"{num_kernels} of {total}"))
+
     def end(self, step: InitStep, num_steps: int) -> None:
         """Log a step that has ended, and keep it for the result."""
         self.steps.append(step)

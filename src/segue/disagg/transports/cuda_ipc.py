@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from segue.disagg.layout import HeadRoute, PageShape, row_runs
 from segue.disagg.transports.export import PoolOffer, shape_of
 from segue.disagg.transports.push import MappedPool
+from segue.kernels.compilations import compiled_together
 from segue.kvcache.pool import KVPool
 from segue.memory import cuda_driver as cuda
 from segue.memory.device_shared import DeviceMapping, open_descriptor
@@ -40,9 +41,19 @@ class DevicePages:
         mapping = open_descriptor(descriptor, offer.num_bytes, self._device)
         if route.covers(self._shape, offer.shape):
             return _WholePages(self._side, self._address, mapping, self._shape.page_bytes)
-        slices = _Slices(self._side, self._address, mapping, self._shape, offer.shape, route)
-        slices.write([], [], lambda: None)  # compiles the kernel, which takes seconds
-        return slices
+        return _Slices(self._side, self._address, mapping, self._shape, offer.shape, route)
+
+
+def warm_up(pool: KVPool) -> None:
+    """Compile the kernel that copies some heads of a page, for any number of them: a peer may need any."""
+    from segue.kernels.triton.page_slices import copy_slices
+
+    shape, address, device = shape_of(pool), pool.data.data_ptr(), pool.data.device
+    pages = torch.zeros((2, 1), dtype=torch.int64, device=device)
+    with compiled_together(device):
+        for num_heads in range(1, shape.num_heads + 1):
+            run = num_heads * shape.head_bytes
+            copy_slices(address, address, pages, num_rows=1, source_row=run, target_row=run, run=run)
 
 
 class SideStream:

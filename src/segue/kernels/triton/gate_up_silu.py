@@ -20,6 +20,7 @@ _COLUMNS = tl.constexpr(1024)  # per program of the activation
 _BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
 _STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
 _MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
+ROW_STEPS = {MAX_GATED_ROWS, _MIN_LARGE_M - 1}  # up to these rows a GEMM has one kernel, above another one
 _MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
 
 

@@ -29,7 +29,6 @@ from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, til
 from segue.kernels.plan_store import found_plans, lookup, stored_plans
 from segue.kernels.triton.launch import (
     device_facts,
-    launch,
     launch_options,
     pdl_launch_dependents,
     pdl_wait,
@@ -168,9 +167,7 @@ def run(
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
     columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
-    launch(
-        _gemm,
-        (columns * blocks,) if plan.group_m else (columns, plan.splits, blocks),
+    _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
         weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
         bias=bias,
@@ -227,6 +224,12 @@ def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, kind: Kind)
     sources = ((stored_plans(TABLE, device_facts()), stored), (found_plans(), kind))
     plan = lookup(sources, plan_key(size, depth), num_rows)
     return GemmPlan(**plan) if plan else None
+
+
+def row_steps() -> set[int]:
+    """Returns the numbers of rows up to which a plan serves that is stored, or was found at the start."""
+    tables = stored_plans(TABLE, device_facts()), found_plans()
+    return {int(max_rows) for table in tables for plans in table.values() for max_rows in plans}
 
 
 def _batch_invariant(
@@ -311,3 +314,15 @@ def choose_batch_invariant(num_rows: int, size: int, device: DeviceFacts) -> Gem
         return LARGE_M_PLANS[plan] * waves
 
     return fitting(min(LARGE_M_PLANS, key=cost))
+
+
+def batch_invariant_rows(size: int, max_rows: int, device: DeviceFacts) -> set[int]:
+    """Returns the fewest rows with which each plan for a weight of `size` rows is chosen.
+
+    Up to `max_rows` rows there are no further plans: all numbers of rows of a block of 64 have the same one.
+    """
+    found: dict[GemmPlan, int] = {}
+    for rows in (16, 32, *range(_SMALL_M, max_rows + _SMALL_M, _SMALL_M)):
+        rows = min(rows, max_rows)
+        found.setdefault(choose_batch_invariant(rows, size, device), rows)
+    return set(found.values())

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _TOKENS = tl.constexpr(4)  # tokens per program of `_route`
 _CHUNK = tl.constexpr(2048)  # pairs that a program counts at a time
+CHUNK = _CHUNK.value  # more pairs than these are counted by a kernel of its own
 _PAIRS = tl.constexpr(128)  # pairs that a program of `_sort` puts in their places; a divisor of `_CHUNK`
 _TILES = tl.constexpr(64)  # entries of the table of tiles that a program of `_sort` writes at a time
 _CHUNKS = tl.constexpr(16)  # chunks whose counts a program of `_sort` adds up at a time
@@ -174,9 +175,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     counted = None
     if num_chunks > 1:
         counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
-        launch(
-            _count,
-            (num_chunks,),
+        _count[(num_chunks,)](
             experts=experts,
             counted=counted,
             num_pairs=num_pairs,
@@ -189,9 +188,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
-    launch(
-        _sort,
-        (triton.cdiv(num_pairs, _PAIRS.value),),
+    _sort[(triton.cdiv(num_pairs, _PAIRS.value),)](
         experts=experts,
         counted=counted,
         order=order,

@@ -14,7 +14,11 @@ _MAX_BLOCK_WORDS = 128
 _WORD_BYTES = 8
 
 
-@triton.jit(do_not_specialize=["source", "target", "num_pages"])
+# The geometry is another pool's: a hint about it would need a kernel per pool, and words are moved one by one
+# anyway, as nothing is known of the addresses.
+@triton.jit(
+    do_not_specialize=["source", "target", "num_pages", "num_rows", "source_row", "target_row", "run"]
+)
 def _copy_slices(
     source,  # address of a pool's first byte, and of the first head to copy
     target,

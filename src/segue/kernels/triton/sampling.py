@@ -68,7 +68,7 @@ def _log_sum_exp(maxima, sums, i, num_chunks, CHUNKS: tl.constexpr):
     return top + tl.log(tl.sum(total * tl.exp(high - top), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "sums"])
 def _sum_chunk(logits, maxima, sums, vocab_size):
     """Store what `_log_sum_exp` needs of one chunk of one row."""
     i = tl.program_id(1).to(tl.int64)
@@ -79,7 +79,7 @@ def _sum_chunk(logits, maxima, sums, vocab_size):
     _partial_sum(x, maxima, sums, i * tl.num_programs(0) + chunk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "sums"])
 def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
     """Store the log-sum-exp of one row, from what `_sum_chunk` stored."""
     i = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,7 @@ def _nan_max(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "sums"])
 def _choose_block(
     logits,
     slots,
@@ -169,7 +169,7 @@ def _choose_block(
     pdl_launch_dependents(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_stride"], do_not_specialize_on_alignment=["maxima", "sums"])
 def _choose_token(
     logits,
     slots,

@@ -1,0 +1,177 @@
+"""Compiles kernels before they are needed, several at a time, and tells of those that are compiled later.
+
+Triton compiles a kernel for each combination of its arguments' types and constants (a variant) when that is
+launched first, which takes half a second or more, and keeps it on disk (`TRITON_CACHE_DIR`). Most of this
+time is spent outside of Python's lock, so threads are enough to compile many variants together.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from segue.logs import logger
+
+_listeners: list[Callable[..., None]] = []  # of all engines of this process
+_one_at_a_time = threading.Lock()  # engines of one process that start at the same time
+_MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
+_UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
+
+
+@dataclass(slots=True)
+class Compilations:
+    """Counts kernels that were compiled, and those that were loaded from Triton's cache on disk."""
+
+    compiled: int = 0
+    loaded: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def note(self, *, is_loaded: bool) -> None:
+        """Count one more kernel; any thread may call it."""
+        with self._lock:
+            self.loaded += is_loaded
+            self.compiled += not is_loaded
+
+
+@contextmanager
+def compiled_together(
+    device: torch.device, num_ranks: int = 1, on_kernels: Callable[[int, int], None] | None = None
+) -> Iterator[Compilations]:
+    """Compile the kernels that the block launches on this thread, and launch none of them.
+
+    When the block has ended, they are all compiled and loaded, and what they would have launched can be
+    launched at once. In the block other operators run, and read zeros where a kernel would have written.
+    `num_ranks` processes share the cores of this machine. `on_kernels` is called on this thread with the
+    number of kernels that are there, and of all.
+
+    Yields the numbers of kernels, which are complete when the block has ended.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    found, own = Compilations(), threading.get_ident()
+
+    def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        """Take the place of a launch; other threads launch as ever."""
+        return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
+
+    num_threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    with _one_at_a_time:
+        launch, JITFunction.run = JITFunction.run, run
+        try:
+            with (
+                listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
+                _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
+                AsyncCompileMode(compilers) as mode,
+            ):
+                with _Zeros():
+                    yield found
+                for done, _ in enumerate(as_completed(mode.raw_futures), 1):
+                    if on_kernels is not None:
+                        on_kernels(done, len(mode.raw_futures))
+        finally:
+            JITFunction.run = launch
+
+
+@contextmanager
+def listening(listener: Callable[..., None]) -> Iterator[None]:
+    """Have Triton call `listener` with each kernel that any thread compiles or loads, while the block runs.
+
+    Its arguments are those of Triton's `CompilationListener`.
+    """
+    from triton import knobs
+
+    _listeners.append(listener)
+    knobs.compilation.listener = _tell
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _tell(**kernel: Any) -> None:
+    for listener in [*_listeners]:
+        listener(**kernel)
+
+
+@contextmanager
+def watched(device: torch.device, on_change: Callable[[Compilations], None]) -> Iterator[None]:
+    """Warn of each kernel that is compiled while the block runs, as requests wait for it; none is on a CPU.
+
+    `on_change` is called with the numbers so far, on the thread that launches the kernel.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    found = Compilations()
+
+    def note(src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        found.note(is_loaded=cache_hit)
+        on_change(found)
+        logger.warning(
+            "the kernel %s was %s after the start, which took %.2f s: a step waited for it. Please report "
+            "this variant: %s",
+            src.fn.__name__,
+            "loaded from the cache on disk" if cache_hit else "compiled",
+            times.total / 1e6,
+            describe(src),
+        )
+
+    with listening(note):
+        yield
+
+
+def describe(src: Any) -> str:
+    """Return the arguments of a variant: types, which numbers 16 divides, and the values of constants.
+
+    `src` is Triton's `ASTSource`: its tables have the places of arguments, as tuples, for keys.
+    """
+    parts = []
+    for index, (name, kind) in enumerate(src.signature.items()):
+        constant = src.constants.get((index,))
+        divides = ", divisible by 16" if (index,) in src.attrs else ""
+        parts.append(f"{name}: {kind if kind != 'constexpr' else repr(constant)}{divides}")
+    return "; ".join(parts)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, build what launches them, and load them to the device."""
+
+    def __init__(self, num_threads: int, name: str, use_device: Callable[[], None]) -> None:
+        super().__init__(num_threads, name, use_device)
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        """Queue what Triton wants to be called in order to compile one kernel."""
+        return super().submit(_load, compile)
+
+
+def _load(compile: Callable[[], Any]) -> Any:
+    kernel = compile()
+    kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new
+    return kernel
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class _Zeros(TorchFunctionMode):
+    """Fills tensors that would be undefined with zeros: where no kernel writes, an index must be valid."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one function of torch."""
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNDEFINED else result

@@ -1,0 +1,609 @@
+// Kernels for CPUs with AVX512-BF16. All tensors are bfloat16 unless said otherwise, rows are contiguous.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace {
+
+using bf16 = uint16_t;
+constexpr int kLanes = 32;  // bfloat16 numbers per register
+
+inline __m512bh load_bf16(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline __m512bh load_bf16(const bf16* p, __mmask32 mask) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+}
+inline __m512 widen(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+inline __m512 load_float(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 load_float(const bf16* p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
+inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline __mmask16 first16(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+inline __mmask32 first32(int64_t n) { return n >= 32 ? 0xffffffffu : (__mmask32)((1u << n) - 1); }
+
+// Returns e**x; x may be -inf. Relative error below 2e-7.
+inline __m512 exp_ps(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order, NaN stays NaN
+    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+    __m512 p = _mm512_set1_ps(1.0f / 720);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 silu(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+// Returns the sums of the 16 registers' lanes: lane i is the sum of a[i].
+inline __m512 sums(const __m512* a) {
+    __m512 b[8], c[4], d[2];
+    for (int i = 0; i < 8; i++)
+        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                             _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(b[2 * i]), y = _mm512_castps_pd(b[2 * i + 1]);
+        c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    for (int i = 0; i < 2; i++)
+        d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
+}
+
+// Returns the products of M rows of x by N rows of the weight (M * N <= 16): lane m * N + n.
+template <int M, int N>
+inline __m512 tile(const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t depth) {
+    __m512 acc[16];
+    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+    int64_t k = 0;
+    for (; k + kLanes <= depth; k += kLanes) {
+        __m512bh xs[M];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) xs[m] = load_bf16(x + m * x_stride + k);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) {
+            __m512bh v = load_bf16(w + n * w_stride + k);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) acc[m * N + n] = _mm512_dpbf16_ps(acc[m * N + n], xs[m], v);
+        }
+    }
+    if (k < depth) {
+        __mmask32 mask = first32(depth - k);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) {
+            __m512bh v = load_bf16(w + n * w_stride + k, mask);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++)
+                acc[m * N + n] = _mm512_dpbf16_ps(acc[m * N + n], load_bf16(x + m * x_stride + k, mask), v);
+        }
+    }
+    return sums(acc);
+}
+
+struct Gemm {
+    const bf16* x;
+    const bf16* w;
+    const bf16* bias;
+    void* out;
+    int64_t rows, size, depth;  // size: columns of the result
+    bool wide, gated;
+};
+
+template <int M, int N>
+inline void block(const Gemm& g, int64_t m, int64_t n, int64_t x_stride) {
+    const bf16* x = g.x + m * x_stride;
+    __m512 y = tile<M, N>(x, x_stride, g.w + n * g.depth, g.depth, g.depth);
+    if (g.gated)
+        y = _mm512_mul_ps(silu(y), tile<M, N>(x, x_stride, g.w + (g.size + n) * g.depth, g.depth, g.depth));
+    if (g.bias) {
+        alignas(64) float b[16] = {};
+        for (int i = 0; i < M * N; i++)
+            b[i] =
+                _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32((uint32_t)g.bias[n + i % N] << 16)));
+        y = _mm512_add_ps(y, _mm512_load_ps(b));
+    }
+    if (g.wide) {
+        alignas(64) float r[16];
+        _mm512_store_ps(r, y);
+        for (int i = 0; i < M; i++)
+            memcpy((float*)g.out + (m + i) * g.size + n, r + i * N, N * sizeof(float));
+    } else {
+        alignas(32) bf16 r[16];
+        _mm256_store_si256((__m256i*)r, narrow(y));
+        for (int i = 0; i < M; i++) memcpy((bf16*)g.out + (m + i) * g.size + n, r + i * N, N * sizeof(bf16));
+    }
+}
+
+template <int N>
+inline void columns(const Gemm& g, int64_t n) {  // all rows of N columns
+    int64_t m = 0;
+    for (; m + 4 <= g.rows; m += 4) block<4, N>(g, m, n, g.depth);
+    switch (g.rows - m) {
+        case 3:
+            block<3, N>(g, m, n, g.depth);
+            break;
+        case 2:
+            block<2, N>(g, m, n, g.depth);
+            break;
+        case 1:
+            block<1, N>(g, m, n, g.depth);
+            break;
+    }
+}
+
+}  // namespace
+
+extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, int64_t rows, int64_t size,
+                     int64_t depth, int wide, int gated) {
+    Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0};
+    int64_t per = std::max<int64_t>(
+        16, 24576 / (2 * depth) / 16 * 16);  // columns per block: their weights stay in the L1 cache
+    int64_t blocks = (size + per - 1) / per;
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t end = std::min(size, (b + 1) * per);
+        int64_t n = b * per;
+        if (rows == 1) {
+            for (; n + 16 <= end; n += 16) block<1, 16>(g, 0, n, depth);
+        } else if (rows == 2) {
+            for (; n + 8 <= end; n += 8) block<2, 8>(g, 0, n, depth);
+        } else {
+            int64_t full = n + (end - n) / 4 * 4, m = 0;
+            for (; m + 4 <= rows; m += 4)
+                for (int64_t j = n; j < full; j += 4) block<4, 4>(g, m, j, depth);
+            for (int64_t j = n; j < full; j += 4) switch (rows - m) {
+                    case 3:
+                        block<3, 4>(g, m, j, depth);
+                        break;
+                    case 2:
+                        block<2, 4>(g, m, j, depth);
+                        break;
+                    case 1:
+                        block<1, 4>(g, m, j, depth);
+                        break;
+                }
+            n = full;
+        }
+        for (; n < end; n++) columns<1>(g, n);
+    }
+}
+
+// ---- norms, rotary embedding, activation ----
+
+extern "C" void add_rms_norm(const bf16* x, bf16* residual, const float* weight, bf16* out, int64_t rows,
+                             int64_t size, float eps) {
+#pragma omp parallel for schedule(static) if (rows * size >= 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const bf16* xs = x + r * size;
+        bf16* rs = residual ? residual + r * size : nullptr;
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < size; i += 16) {
+            __mmask16 mask = first16(size - i);
+            __m512 v = load_float(xs + i, mask);
+            if (rs) {
+                __m256i sum = narrow(_mm512_add_ps(v, load_float(rs + i, mask)));
+                _mm256_mask_storeu_epi16(rs + i, mask, sum);
+                v = widen(sum);
+            }
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        const bf16* total = rs ? rs : xs;
+        __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / (float)size + eps));
+        for (int64_t i = 0; i < size; i += 16) {
+            __mmask16 mask = first16(size - i);
+            __m512 v = _mm512_mul_ps(load_float(total + i, mask), scale);
+            _mm256_mask_storeu_epi16(out + r * size + i, mask,
+                                     narrow(_mm512_mul_ps(v, _mm512_maskz_loadu_ps(mask, weight + i))));
+        }
+    }
+}
+
+extern "C" void norm_rope_store(bf16* qkv, const float* weight, float eps, const bf16* cos, const bf16* sin,
+                                const int64_t* rows, bf16* keys, bf16* values, int64_t tokens, int64_t heads,
+                                int64_t kv_heads, int64_t dim) {
+    int64_t width = (heads + 2 * kv_heads) * dim, half = dim / 2;
+#pragma omp parallel for schedule(static) if (tokens >= 16)
+    for (int64_t t = 0; t < tokens; t++) {
+        const bf16 *c = cos + t * dim, *s = sin + t * dim;
+        for (int64_t h = 0; h < heads + kv_heads; h++) {
+            bf16* x = qkv + t * width + h * dim;
+            __m512 scale = _mm512_set1_ps(1.0f);
+            if (weight) {
+                __m512 squares = _mm512_setzero_ps();
+                for (int64_t i = 0; i < dim; i += 16) {
+                    __m512 v = load_float(x + i);
+                    squares = _mm512_fmadd_ps(v, v, squares);
+                }
+                scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / (float)dim + eps));
+            }
+            for (int64_t i = 0; i < half; i += 16) {
+                __m512 a = load_float(x + i), b = load_float(x + half + i);
+                if (weight) {
+                    a = _mm512_mul_ps(_mm512_mul_ps(a, scale), _mm512_loadu_ps(weight + h * dim + i));
+                    b = _mm512_mul_ps(_mm512_mul_ps(b, scale), _mm512_loadu_ps(weight + h * dim + half + i));
+                }
+                __m512 y = _mm512_fmadd_ps(b, load_float(s + i), _mm512_mul_ps(a, load_float(c + i)));
+                __m512 z =
+                    _mm512_fmadd_ps(a, load_float(s + half + i), _mm512_mul_ps(b, load_float(c + half + i)));
+                _mm256_storeu_si256((__m256i*)(x + i), narrow(y));
+                _mm256_storeu_si256((__m256i*)(x + half + i), narrow(z));
+            }
+        }
+        size_t bytes = kv_heads * dim * sizeof(bf16);
+        memcpy(keys + rows[t] * kv_heads * dim, qkv + t * width + heads * dim, bytes);
+        memcpy(values + rows[t] * kv_heads * dim, qkv + t * width + (heads + kv_heads) * dim, bytes);
+    }
+}
+
+extern "C" void silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size >= 16384)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < size; i += 16) {
+            __mmask16 mask = first16(size - i);
+            __m512 y = silu(load_float(gate_up + 2 * r * size + i, mask));
+            y = _mm512_mul_ps(y, load_float(gate_up + (2 * r + 1) * size + i, mask));
+            _mm256_mask_storeu_epi16(out + r * size + i, mask, narrow(y));
+        }
+}
+
+// ---- attention ----
+
+namespace {
+
+constexpr int64_t kChunk = 256;  // keys per item of work in decode
+
+// acc[g][i] += sum over keys of weights[g][key] * values[key][first + 16 * i ...], for G heads and 64
+// numbers.
+template <int G>
+inline void weigh(const bf16* const* rows, int64_t first, int64_t count, const float* weights, float* out,
+                  int64_t dim, int vecs) {
+    __m512 acc[G][4];
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < 4; i++) acc[g][i] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; j++) {
+        const bf16* row = rows[j] + first;
+        __m512 v[4];
+        for (int i = 0; i < 4; i++) v[i] = i < vecs ? load_float(row + 16 * i) : _mm512_setzero_ps();
+        for (int g = 0; g < G; g++) {
+            __m512 p = _mm512_set1_ps(weights[g * kChunk + j]);
+            for (int i = 0; i < 4; i++) acc[g][i] = _mm512_fmadd_ps(p, v[i], acc[g][i]);
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < vecs; i++) _mm512_storeu_ps(out + g * dim + first + 16 * i, acc[g][i]);
+}
+
+}  // namespace
+
+// queries [rows, heads, dim] (rows `q_stride` apart) attend to the keys of their sequences in the pool.
+extern "C" void decode_attention(const bf16* query, int64_t q_stride, const bf16* keys, const bf16* values,
+                                 const int32_t* table, int64_t table_stride, const int64_t* slots,
+                                 const int32_t* lens, bf16* out, int64_t rows, int64_t heads,
+                                 int64_t kv_heads, int64_t dim, int64_t page_size, int64_t page_rows,
+                                 float scale) {
+    int64_t group = heads / kv_heads, width = kv_heads * dim, partial = group * (dim + 2);
+    std::vector<int64_t> begin(rows + 1);  // each row's first item of work per key-value head
+    for (int64_t r = 0; r < rows; r++)
+        begin[r + 1] = begin[r] + std::max<int64_t>(1, (lens[r] + kChunk - 1) / kChunk);
+    std::vector<int32_t> owner(begin[rows]);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = begin[r]; i < begin[r + 1]; i++) owner[i] = r;
+    // Per item and head: the weighted sum of values, the maximum of the scores, the sum of the weights.
+    std::vector<float> partials(begin[rows] * kv_heads * partial);
+#pragma omp parallel
+    {
+        std::vector<float> weights(group * kChunk);
+        const bf16* at[kChunk];
+        const bf16* vat[kChunk];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < begin[rows] * kv_heads; work++) {
+            int64_t item = work / kv_heads, h = work % kv_heads, r = owner[item];
+            int64_t first = (item - begin[r]) * kChunk, count = std::min(kChunk, lens[r] - first);
+            float* result = partials.data() + work * partial;
+            const int32_t* pages = table + slots[r] * table_stride;
+            for (int64_t j = 0, token = first; j < count;) {
+                int64_t row = pages[token / page_size] * page_rows + token % page_size;
+                for (int64_t end = std::min(count, j + page_size - token % page_size); j < end;
+                     j++, token++, row++) {
+                    at[j] = keys + row * width + h * dim;
+                    vat[j] = values + row * width + h * dim;
+                }
+            }
+            for (int64_t j = count; j < (count + 15) / 16 * 16; j++) at[j] = at[count - 1];
+            const bf16* q = query + r * q_stride + h * group * dim;
+            for (int64_t j = 0; j < count; j += 16)
+                for (int64_t g = 0; g < group; g++) {
+                    __m512 acc[16];
+                    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+                    for (int64_t d = 0; d < dim; d += kLanes) {
+                        __m512bh x = load_bf16(q + g * dim + d);
+#pragma GCC unroll 16
+                        for (int i = 0; i < 16; i++)
+                            acc[i] = _mm512_dpbf16_ps(acc[i], x, load_bf16(at[j + i] + d));
+                    }
+                    __m512 s = _mm512_mul_ps(sums(acc), _mm512_set1_ps(scale));
+                    s = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first16(count - j), s);
+                    _mm512_storeu_ps(weights.data() + g * kChunk + j, s);
+                }
+            for (int64_t g = 0; g < group; g++) {
+                float* w = weights.data() + g * kChunk;
+                __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+                for (int64_t j = 0; j < count; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(w + j));
+                float m = _mm512_reduce_max_ps(most);
+                for (int64_t j = 0; j < count; j += 16) {
+                    __m512 e = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(w + j), _mm512_set1_ps(m)));
+                    e = _mm512_maskz_mov_ps(first16(count - j), e);
+                    sum = _mm512_add_ps(sum, e);
+                    _mm512_storeu_ps(w + j, e);
+                }
+                result[group * dim + 2 * g] = m;
+                result[group * dim + 2 * g + 1] = _mm512_reduce_add_ps(sum);
+            }
+            for (int64_t d = 0; d < dim; d += 64) {
+                int vecs = (int)std::min<int64_t>(4, (dim - d) / 16);
+                for (int64_t g = 0; g < group; g += 4) {
+                    const float* w = weights.data() + g * kChunk;
+                    float* o = result + g * dim;
+                    switch (std::min<int64_t>(4, group - g)) {
+                        case 4:
+                            weigh<4>(vat, d, count, w, o, dim, vecs);
+                            break;
+                        case 3:
+                            weigh<3>(vat, d, count, w, o, dim, vecs);
+                            break;
+                        case 2:
+                            weigh<2>(vat, d, count, w, o, dim, vecs);
+                            break;
+                        case 1:
+                            weigh<1>(vat, d, count, w, o, dim, vecs);
+                            break;
+                    }
+                }
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t head = 0; head < heads; head++) {
+                int64_t h = head / group, g = head % group;
+                auto of = [&](int64_t item) { return partials.data() + (item * kv_heads + h) * partial; };
+                float most = -INFINITY, sum = 0;
+                for (int64_t i = begin[r]; i < begin[r + 1]; i++)
+                    most = std::max(most, of(i)[group * dim + 2 * g]);
+                for (int64_t i = begin[r]; i < begin[r + 1]; i++)
+                    sum += of(i)[group * dim + 2 * g + 1] * std::exp(of(i)[group * dim + 2 * g] - most);
+                for (int64_t d = 0; d < dim; d += 16) {
+                    __m512 acc = _mm512_setzero_ps();
+                    for (int64_t i = begin[r]; i < begin[r + 1]; i++) {
+                        float share =
+                            begin[r + 1] - begin[r] == 1 ? 1 : std::exp(of(i)[group * dim + 2 * g] - most);
+                        acc = _mm512_fmadd_ps(_mm512_set1_ps(share / sum),
+                                              _mm512_loadu_ps(of(i) + g * dim + d), acc);
+                    }
+                    _mm256_storeu_si256((__m256i*)(out + (r * heads + head) * dim + d), narrow(acc));
+                }
+            }
+    }
+}
+
+namespace {
+
+constexpr int64_t kQueries = 64, kKeys = 256;  // of a block of prefill
+
+// Returns register `i` of the sum over `pairs` of a[pair] * b[pair][i], for 4 rows and 64 columns: `a` has
+// two bfloat16 numbers per pair, `b` has, per pair, two numbers of each of `stride` columns.
+struct Tile {
+    __m512 acc[4][4];
+    inline void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
+                         int64_t pairs) {
+        for (int64_t p = 0; p < pairs; p++) {
+            __m512bh y[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) y[i] = load_bf16(b + p * b_stride + i * b_column);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                int32_t two;
+                memcpy(&two, a + r * a_stride + 2 * p, 4);
+                __m512bh x = (__m512bh)_mm512_set1_epi32(two);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], x, y[i]);
+            }
+        }
+    }
+};
+
+// Packs up to 16 keys of one head, at `rows`, for `Tile::multiply`: [dim / 2][16][2], with zeros for missing
+// keys.
+inline void pack_keys(const bf16* const* rows, int64_t count, bf16* out, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        __m512i r[16], t[16];
+        for (int i = 0; i < 16; i++)
+            r[i] = i < count ? _mm512_loadu_si512(rows[i] + d) : _mm512_setzero_si512();
+        for (int i = 0; i < 16; i += 2) {
+            t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 16; i += 4)
+            for (int j = 0; j < 2; j++) {
+                r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+                r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+            }
+        for (int j = 0; j < 4;
+             j++) {  // the quarters of r[j], r[4 + j], r[8 + j] and r[12 + j] belong to four pairs
+            __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
+                    odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+            __m512i even2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88),
+                    odd2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+            bf16* to = out + d / 2 * 32 + j * 32;
+            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(even, even2, 0x88));
+            _mm512_storeu_si512(to + 4 * 32, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+            _mm512_storeu_si512(to + 8 * 32, _mm512_shuffle_i32x4(even, even2, 0xdd));
+            _mm512_storeu_si512(to + 12 * 32, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+        }
+    }
+}
+
+// Packs up to 16 values of one head for `Tile::multiply`: [8][dim][2], with zeros for missing values.
+inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64_t dim) {
+    alignas(64) bf16 order[32];
+    for (int i = 0; i < 32; i++) order[i] = i / 2 + i % 2 * 32;
+    __m512i low = _mm512_load_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t j = 0; j < 16; j += 2)
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            __m512i a = j < count ? _mm512_loadu_si512(rows[j] + d) : _mm512_setzero_si512();
+            __m512i b = j + 1 < count ? _mm512_loadu_si512(rows[j + 1] + d) : _mm512_setzero_si512();
+            _mm512_storeu_si512(out + j * dim + 2 * d, _mm512_permutex2var_epi16(a, low, b));
+            _mm512_storeu_si512(out + j * dim + 2 * d + 32, _mm512_permutex2var_epi16(a, high, b));
+        }
+}
+
+struct Heads {
+    int64_t heads, kv_heads, dim, page_size, page_rows;
+    float scale;
+};
+
+// Buffers of one thread for a block of queries of one head.
+struct Block {
+    std::vector<float> scores, sum;
+    std::vector<bf16> weights, q;
+    float most[kQueries], total[kQueries];
+    explicit Block(int64_t dim)
+        : scores(kQueries * kKeys), sum(kQueries * dim), weights(kQueries * kKeys), q(kQueries * dim) {}
+
+    // Queries `first_q` to `first_q + num_q - 1` of `head` attend; query i sees keys 0 to before + i.
+    void attend(const bf16* query, int64_t q_stride, const bf16* k, const bf16* v, bf16* out, int64_t head,
+                int64_t first_q, int64_t num_q, int64_t before, const Heads& s) {
+        int64_t dim = s.dim, rows = (num_q + 3) / 4 * 4;
+        for (int64_t r = 0; r < rows; r++)
+            memcpy(q.data() + r * dim, query + (first_q + std::min(r, num_q - 1)) * q_stride + head * dim,
+                   dim * sizeof(bf16));
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        std::fill(most, most + kQueries, -INFINITY);
+        std::fill(total, total + kQueries, 0.0f);
+        int64_t end = before + first_q + num_q;  // the keys that the last query sees
+        for (int64_t first = 0; first < end; first += kKeys) {
+            int64_t num = std::min(kKeys, (end - first + 63) / 64 * 64);
+            for (int64_t j = 0; j < num; j += 64)
+                for (int64_t r = 0; r < rows; r += 4) {
+                    Tile t = {};
+                    t.multiply(q.data() + r * dim, dim, k + (first + j) * dim, 32, 16 * dim, dim / 2);
+                    for (int i = 0; i < 4; i++)
+                        for (int c = 0; c < 4; c++)
+                            _mm512_storeu_ps(scores.data() + (r + i) * kKeys + j + 16 * c, t.acc[i][c]);
+                }
+            for (int64_t r = 0; r < rows; r++)
+                soften(r, num, before + first_q + std::min(r, num_q - 1) + 1 - first, s);
+            for (int64_t d = 0; d < dim; d += 64)
+                for (int64_t r = 0; r < rows; r += 4) {
+                    Tile t;
+                    for (int i = 0; i < 4; i++)
+                        for (int c = 0; c < 4; c++)
+                            t.acc[i][c] = _mm512_loadu_ps(sum.data() + (r + i) * dim + d + 16 * c);
+                    t.multiply(weights.data() + r * kKeys, kKeys, v + first * dim + 2 * d, 2 * dim, 32,
+                               num / 2);
+                    for (int i = 0; i < 4; i++)
+                        for (int c = 0; c < 4; c++)
+                            _mm512_storeu_ps(sum.data() + (r + i) * dim + d + 16 * c, t.acc[i][c]);
+                }
+        }
+        for (int64_t r = 0; r < num_q; r++)
+            for (int64_t d = 0; d < dim; d += 16)
+                _mm256_storeu_si256((__m256i*)(out + ((first_q + r) * s.heads + head) * dim + d),
+                                    narrow(_mm512_mul_ps(_mm512_loadu_ps(sum.data() + r * dim + d),
+                                                         _mm512_set1_ps(1.0f / total[r]))));
+    }
+
+    // One row's weights of `num` more keys, of which the first `visible` count; shrinks its sum if the
+    // maximum grows.
+    void soften(int64_t r, int64_t num, int64_t visible, const Heads& s) {
+        float* row = scores.data() + r * kKeys;
+        __m512 top = _mm512_set1_ps(-INFINITY);
+        for (int64_t j = 0; j < num && j < visible; j += 16)
+            top = _mm512_mask_max_ps(top, first16(visible - j), top, _mm512_loadu_ps(row + j));
+        float next = std::max(most[r], _mm512_reduce_max_ps(top) * s.scale);
+        float shrink = next == -INFINITY ? 1.0f : std::exp(most[r] - next);
+        __m512 added = _mm512_setzero_ps();
+        for (int64_t j = 0; j < num; j += 16) {
+            __m512 e = _mm512_setzero_ps();
+            if (j < visible) {
+                e = exp_ps(
+                    _mm512_fmsub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(s.scale), _mm512_set1_ps(next)));
+                e = _mm512_maskz_mov_ps(first16(visible - j), e);
+                added = _mm512_add_ps(added, e);
+            }
+            _mm256_storeu_si256((__m256i*)(weights.data() + r * kKeys + j), narrow(e));
+        }
+        total[r] = total[r] * shrink + _mm512_reduce_add_ps(added);
+        most[r] = next;
+        if (shrink != 1.0f)
+            for (int64_t d = 0; d < s.dim; d += 16)
+                _mm512_storeu_ps(
+                    sum.data() + r * s.dim + d,
+                    _mm512_mul_ps(_mm512_loadu_ps(sum.data() + r * s.dim + d), _mm512_set1_ps(shrink)));
+    }
+};
+
+}  // namespace
+
+// Sequences `first` to `last - 1`: the tokens of sequence i are q_starts[i] to q_starts[i + 1] - 1, the last
+// ones of its kv_lens[i] tokens. A query's bits depend on its own sequence up to its own token alone. dim is
+// a multiple of 64.
+extern "C" void prefill_attention(const bf16* query, int64_t q_stride, const bf16* keys, const bf16* values,
+                                  const int32_t* table, int64_t table_stride, const int64_t* slots,
+                                  const int32_t* q_starts, const int32_t* kv_lens, bf16* out, int64_t first,
+                                  int64_t last, int64_t heads, int64_t kv_heads, int64_t dim,
+                                  int64_t page_size, int64_t page_rows, float scale) {
+    Heads sizes{heads, kv_heads, dim, page_size, page_rows, scale};
+    int64_t width = kv_heads * dim, longest = 0;
+    for (int64_t i = first; i < last; i++) longest = std::max<int64_t>(longest, (kv_lens[i] + 63) / 64 * 64);
+    std::unique_ptr<bf16[]> packed_keys(new bf16[longest * width]), packed_values(new bf16[longest * width]);
+#pragma omp parallel
+    {
+        Block block(dim);
+        for (int64_t i = first; i < last; i++) {
+            int64_t kv_len = kv_lens[i], padded = (kv_len + 63) / 64 * 64,
+                    blind = std::max<int64_t>(0, q_starts[i + 1] - q_starts[i] - kv_len);
+            int64_t start = q_starts[i] + blind, q_len = q_starts[i + 1] - start;
+            const int32_t* pages = table + slots[i] * table_stride;
+            const bf16* q = query + start * q_stride;
+            bf16* o = out + start * heads * dim;
+#pragma omp single
+            memset((void*)(out + q_starts[i] * heads * dim), 0, blind * heads * dim * sizeof(bf16));
+#pragma omp for schedule(static)
+            for (int64_t work = 0; work < kv_heads * padded / 16; work++) {
+                int64_t h = work / (padded / 16), at = work % (padded / 16) * 16,
+                        count = std::max<int64_t>(0, std::min<int64_t>(16, kv_len - at));
+                const bf16 *key_rows[16], *value_rows[16];
+                for (int64_t j = 0; j < count; j++) {
+                    int64_t row = pages[(at + j) / page_size] * page_rows + (at + j) % page_size;
+                    key_rows[j] = keys + row * width + h * dim;
+                    value_rows[j] = values + row * width + h * dim;
+                }
+                pack_keys(key_rows, count, packed_keys.get() + (h * padded + at) * dim, dim);
+                pack_values(value_rows, count, packed_values.get() + (h * padded + at) * dim, dim);
+            }
+            int64_t blocks = (q_len + kQueries - 1) / kQueries;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t work = 0; work < heads * blocks; work++) {  // the longest blocks first
+                int64_t head = work % heads, first_q = (blocks - 1 - work / heads) * kQueries,
+                        at = head / (heads / kv_heads) * padded * dim;
+                block.attend(q, q_stride, packed_keys.get() + at, packed_values.get() + at, o, head, first_q,
+                             std::min(kQueries, q_len - first_q), kv_len - q_len, sizes);
+            }
+        }
+    }
+}

@@ -1,0 +1,273 @@
+"""The steps that compile all kernels before an engine is ready: no step of a request needs another variant.
+
+The tests of variants need Triton, but no GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import segue
+from segue.messages.control import EngineLimits
+from segue.messages.requests import SamplingParams, pack_ids
+from segue.messages.steps import NewSlot, StepPlan
+from segue.model_runner import graphs
+from segue.model_runner.warm_up import SAMPLING, WarmUpStep, all_steps, captured_sizes, representatives
+from tests.support import fake_cuda as fake
+from tests.support.fake_cuda import QWEN3, FakeModel, Variants, recorded
+
+fake_cuda = fake.fake_cuda
+SOURCE = Path(segue.__file__).parent
+# Kernels that the warm-up's steps launch, by the module that defines them.
+OF_STEPS = {
+    *("attention.attend", "attention.decode", "attention.plan_decode", "gemm._gemm"),
+    *("gate_up_silu._gate_up_silu", "gate_up_silu._silu_mul", "norm._add_rms_norm"),
+    *("norm._qk_norm_rope_store", "all_reduce._add_rms_norm", "step_inputs._embed"),
+    *("step_inputs._gather_inputs", "step_inputs._scatter", "sampling._choose_block"),
+    *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
+    *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
+    *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
+}
+# The others, and what compiles them before an engine is ready. None is left that no request can reach.
+OF_OTHERS = {
+    "grouped_copy._copy": "memory.tensor_ops.warm_up",
+    "grouped_copy._find_non_finite": "memory.tensor_ops.warm_up",
+    "page_slices._copy_slices": "disagg.transports.cuda_ipc.warm_up",
+}
+
+
+def limits(**changes: int) -> EngineLimits:
+    sizes = {"num_pages": 8, "page_size": 4, "max_seq_len": 100, "max_running_requests": 20}
+    return EngineLimits(**sizes | {"chunked_prefill_size": 64} | changes)
+
+
+def is_jit(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called) == "triton.jit"
+
+
+def launches(path: Path) -> Iterator[str]:
+    """Yield the kernels that a module launches, by `kernel[grid](...)`."""
+    tree = ast.parse(path.read_text())
+    home = {
+        node.name: path.stem
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and any(map(is_jit, node.decorator_list))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("segue.kernels.triton."):
+            home |= {alias.asname or alias.name: node.module.rpartition(".")[2] for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            name = ast.unparse(node.func.value)
+            if name in home:
+                yield f"{home[name]}.{name}"
+            elif (SOURCE / "kernels" / "triton" / f"{name.partition('.')[0]}.py").exists():
+                yield name
+
+
+def test_every_kernel_that_is_launched_is_compiled_at_the_start() -> None:
+    files = [*(SOURCE / "kernels" / "triton").glob("*.py"), SOURCE / "attention" / "triton.py"]
+    users = [path for path in SOURCE.rglob("*.py") if "segue.kernels.triton" in path.read_text()]
+    found = {kernel for path in {*files, *users} for kernel in launches(path)}
+    assert found == OF_STEPS | OF_OTHERS.keys()
+    for function in OF_OTHERS.values():
+        module, _, name = function.rpartition(".")
+        tree = ast.parse((SOURCE / (module.replace(".", "/") + ".py")).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_each_interval_of_rows_is_represented() -> None:
+    steps = {3, 8, 40, 100}
+    found = representatives(steps, 50)
+    assert found == [1, 3, 4, 8, 9, 40, 41, 50]
+    classes = {sum(step < rows for step in steps) for rows in range(1, 51)}
+    assert {sum(step < rows for step in steps) for rows in found} == classes
+    assert representatives(steps, 1) == [1]
+
+
+def test_of_captured_sizes_the_first_of_each_interval_is_run() -> None:
+    assert captured_sizes([16, 1, 2, 8, 4, 3], {3, 8}) == [1, 4, 16]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"chunked_prefill_size": 4, "max_running_requests": 2}, {"max_seq_len": 2}]
+)
+def test_the_work_fits_an_engine(changes: dict[str, int]) -> None:
+    sizes = limits(**changes)
+    rows, chunk = sizes.max_running_requests, sizes.chunked_prefill_size
+    found = [*all_steps({3, 8, 40}, sizes, max_scored=30)]
+    for step in found:
+        plan = step.plan(1)
+        assert 0 < len(plan.slots) <= rows and max(plan.slots) < rows
+        assert plan.num_tokens <= rows + chunk and max(plan.lens) < sizes.max_seq_len
+        assert plan.pages == [] and plan.starts == [0] * len(plan.slots)
+        assert all(new.prompt_len == length for new, length in zip(plan.new_slots, plan.lens, strict=True))
+    assert {step.mode for step in found} == set(SAMPLING)
+    assert any(step.decode for step in found) and any(step.prompts for step in found)
+
+
+def test_every_mode_of_sampling_has_a_request_that_needs_it() -> None:
+    assert [params.sampling_mode for params in SAMPLING.values()] == [*SAMPLING]
+
+
+def test_a_scored_prompt_has_the_logits_of_all_its_tokens() -> None:
+    plan = WarmUpStep(prompts=(9,), scores=True).plan(1)
+    assert (plan.num_logits, plan.sampling_mode) == ([9], "full")
+    assert plan.new_slots[0].params.prompt_logprobs_start == 0
+
+
+def requests(rng: random.Random, model: FakeModel, count: int) -> Iterator[StepPlan]:
+    """Yield random plans, of the next steps: decode, prompts, both, and prompts with log-probabilities."""
+    sizes = model.limits
+    rows, chunk, longest = sizes.max_running_requests, sizes.chunked_prefill_size, sizes.max_seq_len - 1
+    for _ in range(count):
+        kind, few = rng.choice(("decode", "prompts", "both", "scored")), rng.choice((8, 16, rows))
+        decode = 0 if kind in ("prompts", "scored") else rng.randint(1, min(few, rows - (kind == "both")))
+        prompts: list[int] = []
+        if kind != "decode":
+            left = rng.randint(1, min(chunk, rng.choice((16, 300, chunk))))
+            while left and len(prompts) < rows - decode:
+                prompts.append(rng.randint(1, min(left, longest, rng.choice((8, longest)))))
+                left -= prompts[-1]
+        lens = [1] * decode + prompts
+        samples = [True] * decode + [rng.random() < 0.7 for _ in prompts]
+        mode = "full" if kind == "scored" else rng.choice([*SAMPLING])
+        params = rng.choice((SAMPLING[mode], SamplingParams(max_new_tokens=9, temperature=0.0)))
+        params = msgspec.structs.replace(params, logprobs=rng.choice((-1, 0, 3 if mode == "full" else 0)))
+        yield StepPlan(
+            model.state.step + 1,
+            new_slots=[NewSlot(slot, pack_ids([0] * n), n, params) for slot, n in enumerate(lens)],
+            num_decode=decode,
+            slots=[*range(len(lens))],
+            starts=[0] * len(lens),
+            lens=lens,
+            num_logits=lens if kind == "scored" else [int(each) for each in samples],
+            samples=samples,
+            sampling_mode=mode,
+        )
+
+
+def missing(found: Variants, warmed: Variants) -> list[tuple[str, str]]:
+    return sorted(found.keys() - warmed.keys())
+
+
+def warmed_by(model: FakeModel, patch: pytest.MonkeyPatch) -> Variants:
+    """The variants that the warm-up compiles."""
+    from segue.model_runner import cuda_executor
+
+    patch.setattr(cuda_executor, "compiled_together", recorded)
+    found: Variants = model.executor.warm_up(model.limits, captures=True)
+    return found
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {},
+    "few rows": {"rows": 8, "chunk": 4, "max_seq_len": 64},
+    "many rows": {"rows": 1024, "chunk": 2048},
+    "float32": {"dtype": torch.float32, "rows": 16, "chunk": 64, "max_seq_len": 300},
+    "odd heads": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "head_dim": 64},
+    "experts": fake.EXPERTS,
+    "deterministic": {"deterministic": True},
+    "two ranks": {"ranks": 2, "one_shot": True},
+    "two ranks by NCCL": {"ranks": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_needs_a_variant_that_the_warm_up_lacks(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = FakeModel(**MODELS[name])
+    warmed = warmed_by(model, monkeypatch)
+    assert model.state.step == 0
+    with recorded() as eager:
+        for plan in requests(random.Random(1), model, 40):
+            model.executor.run(plan).result()
+    assert not missing(eager, warmed)
+    model.state.step = 0
+    model.executor._inputs.clear()
+    with recorded() as captured, torch.inference_mode():
+        assert model.executor.capture(lambda: 0, 1) == []
+    assert not missing(captured, warmed)
+    monkeypatch.setattr(graphs.Graphs, "replay", lambda *_: None)
+    with recorded() as replayed:
+        for plan in requests(random.Random(2), model, 40):
+            model.executor.run(plan).result()
+    assert not missing(replayed, warmed) and len(replayed) < len(eager)
+
+
+def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for options in ({"rows": 64}, {**fake.EXPERTS, "rows": 16}, {"ranks": 2, "one_shot": True, "rows": 16}):
+        names |= {kernel for kernel, _ in warmed_by(FakeModel(**options), monkeypatch)}
+    assert names == OF_STEPS
+
+
+def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
+    model = FakeModel(**fake.EXPERTS, rows=8, chunk=64, max_seq_len=64, num_hidden_layers=9).model
+    before = [*model.layers]
+    with model.distinct_layers():
+        assert [*model.layers] == [before[0], before[1], before[7], before[8]]
+    assert [*model.layers] == before
+
+
+def test_kernels_are_compiled_and_not_launched(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+
+    from segue.kernels.compilations import compiled_together
+    from segue.kernels.triton.step_inputs import gather_inputs
+
+    loaded: list[str] = []
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    numbers = torch.ones(9, dtype=torch.int32)
+    pool = torch.ones((2, 16), dtype=torch.int32)
+    for expected in ((2, 0), (0, 0)):  # then both variants are there
+        with compiled_together(torch.device("cpu"), 1, lambda *counts: told.append(counts)) as found:
+            for count in (1, 9, 2):
+                ids, rows = gather_inputs(
+                    numbers[:count], numbers[:count], pool, pool, page_size=4, page_rows=8
+                )
+                assert ids.tolist() == rows.tolist() == [0] * count
+        assert (found.compiled, found.loaded) == expected
+    assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
+
+
+def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.disagg.transports import cuda_ipc
+    from segue.kernels.triton.page_slices import copy_slices
+
+    pool, rng = FakeModel(rows=8, chunk=64, max_seq_len=64).executor.kv, random.Random(3)
+    monkeypatch.setattr(cuda_ipc, "compiled_together", lambda *_: nullcontext())
+    with recorded() as warmed:
+        cuda_ipc.warm_up(pool)
+    head, address = 2 * QWEN3["head_dim"], pool.data.data_ptr()
+    with recorded() as found:
+        for _ in range(60):
+            ours, theirs, pages = (rng.randint(1, 8) for _ in range(3))
+            copy_slices(
+                address + head * rng.randint(0, 7),
+                (1 << 40) + head * rng.randint(0, 7),
+                torch.zeros((2, pages), dtype=torch.int64),
+                num_rows=rng.choice((1, 16, 72, 1800)),
+                source_row=ours * head,
+                target_row=theirs * head,
+                run=min(ours, theirs) * head,
+            )
+    assert found and not missing(found, warmed)
