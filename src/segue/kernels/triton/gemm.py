@@ -29,7 +29,6 @@ from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, til
 from segue.kernels.plan_store import found_plans, lookup, stored_plans
 from segue.kernels.triton.launch import (
     device_facts,
-    launch,
     launch_options,
     pdl_launch_dependents,
     pdl_wait,
@@ -168,9 +167,7 @@ def run(
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
     columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
-    launch(
-        _gemm,
-        (columns * blocks,) if plan.group_m else (columns, plan.splits, blocks),
+    _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
         weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
         bias=bias,

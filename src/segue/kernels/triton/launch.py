@@ -1,10 +1,6 @@
 """Launch options, with programmatic dependent launch on Hopper and later, and the facts about the device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -19,7 +15,6 @@ from segue.kernels.gemm_plan import FEW_ROWS, DeviceFacts
 # (EARLY). EARLY is faster while kernels leave the device almost empty (measured: EARLY takes 0.90 ms and LATE
 # 0.95 for a step of one row, 1.65 and 1.58 for a step of 32).
 OFF, LATE, EARLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_compiled: ContextVar[list[Any] | None] = ContextVar("_compiled", default=None)  # see `only_compile`
 _UNKNOWN_BANDWIDTH = 2e12  # bytes per second, of a device whose driver does not say it
 
 
@@ -66,29 +61,6 @@ def device_facts() -> DeviceFacts:
 def num_sms(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch a kernel, or within `only_compile` compile it."""
-    compiled = _compiled.get()
-    if compiled is None:
-        kernel[grid](**arguments)
-    else:
-        compiled.append(kernel.warmup(grid=grid, **arguments))
-
-
-@contextmanager
-def only_compile() -> Iterator[list[Any]]:
-    """Let `launch` compile in this thread; yields the list that gets Triton's kernels.
-
-    Under `triton.AsyncCompileMode` they are futures of kernels.
-    """
-    compiled: list[Any] = []
-    token = _compiled.set(compiled)
-    try:
-        yield compiled
-    finally:
-        _compiled.reset(token)
 
 
 def launch_options(num_warps: int, rows: int | None) -> dict[str, int | bool]:

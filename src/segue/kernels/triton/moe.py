@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.kernels.moe_plan import MoEPlan, MoEShape, TileConfig, default_plan
 from segue.kernels.plan_store import found_plans, stored_plans
 from segue.kernels.triton import moe_gemm
-from segue.kernels.triton.launch import device_facts, launch, launch_options
+from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.moe_routing import sort
 
 TABLE = Path(__file__).parent / "moe.json"
@@ -51,9 +51,7 @@ def run_experts(
     inner = gemm_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
     parts = gemm_by_tile(plan.block_m, plan.down, inner, down, None, order, tiles)
     out = torch.empty_like(x)
-    launch(
-        moe_gemm.sum_pairs,
-        (num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value)),
+    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
         parts=parts,
         experts=experts,
         out=out,
@@ -75,9 +73,7 @@ def gate_up_by_pair(
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
-    launch(
-        moe_gemm.gate_up_by_pair,
-        (triton.cdiv(size, config.block_n), experts.numel()),
+    moe_gemm.gate_up_by_pair[(triton.cdiv(size, config.block_n), experts.numel())](
         x=x,
         weight=weight,
         experts=experts,
@@ -99,9 +95,7 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
     """
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
-    launch(
-        moe_gemm.down_by_token,
-        (triton.cdiv(hidden, config.block_n), num_tokens),
+    moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
         inner=inner,
         weight=weight,
         experts=experts,
@@ -144,9 +138,7 @@ def gemm_by_tile(
         by_tma = config.tma and not gated
         return TensorDescriptor.from_tensor(x, [rows, config.block_k]) if by_tma else x
 
-    launch(
-        moe_gemm.gemm_by_tile,
-        (tiles.shape[1] * triton.cdiv(size, config.block_n),),
+    moe_gemm.gemm_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
         x=tokens(block_m),
         half_x=tokens(block_m // 2),
         weight=TensorDescriptor.from_tensor(flat, tile) if config.tma else flat,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.launch import launch, launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _TOKENS = tl.constexpr(4)  # tokens per program of `_route`
 _CHUNK = tl.constexpr(2048)  # pairs that a program counts at a time
@@ -174,9 +174,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     counted = None
     if num_chunks > 1:
         counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
-        launch(
-            _count,
-            (num_chunks,),
+        _count[(num_chunks,)](
             experts=experts,
             counted=counted,
             num_pairs=num_pairs,
@@ -189,9 +187,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
-    launch(
-        _sort,
-        (triton.cdiv(num_pairs, _PAIRS.value),),
+    _sort[(triton.cdiv(num_pairs, _PAIRS.value),)](
         experts=experts,
         counted=counted,
         order=order,

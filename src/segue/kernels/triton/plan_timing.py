@@ -9,6 +9,7 @@ budget leaves no time for goes without a plan.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from segue.kernels import gemm_plan, moe_plan
 from segue.kernels.gemm_plan import ELEMENT, DeviceFacts, GemmPlan, GemmShape, choose_fastest
@@ -28,7 +30,7 @@ from segue.kernels.moe_plan import MoEPlan
 from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge, stored_plans
 from segue.kernels.triton import gemm, moe
 from segue.kernels.triton.gate_up_silu import silu_mul
-from segue.kernels.triton.launch import device_facts, only_compile
+from segue.kernels.triton.launch import device_facts
 from segue.kernels.triton.moe_routing import route
 from segue.logs import logger
 
@@ -306,9 +308,22 @@ def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
 
 
 def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
-    """Start to compile the kernels of a plan, and return them."""
-    with only_compile() as kernels:
+    """Start to compile the kernels of a plan, and return them; none is launched."""
+    kernels, own, launch = [], threading.get_ident(), JITFunction.run
+
+    def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        """Take the place of a launch; other threads launch as ever."""
+        is_own = threading.get_ident() == own
+        kernel = launch(function, *args, warmup=warmup or is_own, **options)
+        if is_own:
+            kernels.append(kernel)
+        return kernel
+
+    JITFunction.run = run
+    try:
         task.run(plan, inputs)
+    finally:
+        JITFunction.run = launch
     return kernels
 
 
