@@ -4,7 +4,8 @@ All runs are bfloat16 and greedy, and ignore EOS. Decode: 128 tokens after promp
 a token's time is ``(t(128 new) - t(1 new)) / 127``, which leaves prefill out. Prefill: the first token after
 a prompt of 1024. The engines take turns, each repetition has its own prompts, and medians are compared.
 Transformers runs with SDPA, its default, and with eager attention, and the better of the two counts; its KV
-cache is its default. Segue has its defaults, but no prefix cache.
+cache is its default. Segue has its defaults, but no prefix cache. The roofline is by the speeds of memory and
+arithmetic that `bench.roofline` measures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 
 import segue
-from bench import report, workload
+from bench import report, roofline, workload
+from segue.checkpoint.source import resolve
+from segue.config import default_cache_dir
 from segue.doctor.machine import num_cores
 from tests.fixtures.make_reference import load_model
 
@@ -123,6 +126,12 @@ def main() -> int:
         with segue.Engine(dtype="bfloat16", disable_prefix_cache=True) as engine:
             sides["segue"] = segue_side(engine)
             found = measure_all(sides, args.repetitions)
+    machine = roofline.measure_cpu()
+    model = resolve(None, "auto", default_cache_dir()).config
+    bounds = {
+        m.name: bound.seconds / (PREFILL_LEN if m is PREFILL else m.batch)
+        for m, bound in zip(MEASURES, roofline.cpu_figures(model, machine).values(), strict=True)
+    }
     medians = {name: {side: statistics.median(v) for side, v in by.items()} for name, by in found.items()}
     if args.only:
         report.show("tokens/s, bfloat16, medians", ["", *sides], _rows(medians))
@@ -130,12 +139,13 @@ def main() -> int:
     ratios = {
         name: by["segue"] / max(v for k, v in by.items() if k != "segue") for name, by in medians.items()
     }
+    shares = {name: by["segue"] * bounds[name] for name, by in medians.items()}
     default = {name: by["segue"] / by["transformers sdpa"] for name, by in medians.items()}
     report.show(
         "tokens/s, bfloat16, medians",
-        ["", *sides, "over its default", "over its better", "bar"],
+        ["", *sides, "over its default", "over its better", "bar", "of the roofline"],
         [
-            [*row, f"{default[m.name]:.2f}", f"{ratios[m.name]:.2f}", f"{m.bar:.1f}"]
+            [*row, f"{default[m.name]:.2f}", f"{ratios[m.name]:.2f}", f"{m.bar:.1f}", f"{shares[m.name]:.0%}"]
             for row, m in zip(_rows(medians), MEASURES, strict=True)
         ],
     )
@@ -146,6 +156,8 @@ def main() -> int:
             "medians": medians,
             "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
             "ratios over its default": {name: round(ratio, 3) for name, ratio in default.items()},
+            "shares of the roofline": {name: round(share, 3) for name, share in shares.items()},
+            "machine": {"GB/s": round(machine.read / 1e9, 1), "TFLOP/s": round(machine.flops / 1e12, 3)},
             "bars": {m.name: m.bar for m in MEASURES},
             "repetitions": found,
         },

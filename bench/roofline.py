@@ -1,10 +1,11 @@
 """Computes the roofline of the offline workload: bytes over memory bandwidth, operations over FLOP/s.
 
-    python -m bench.roofline /path/to/model [--measure]
+    python -m bench.roofline /path/to/model [--measure | --cpu]
 
 A step has three parts, one after the other: the layers' GEMMs, attention, and the head. Each part takes the
 longer of two times: that of reading its inputs once, and that of its arithmetic. Everything between the parts
-is free. `--measure` measures the machine's two constants on this GPU; the default is an H200.
+is free. The machine's two constants are those of an H200; `--measure` measures them on this GPU, and `--cpu`
+on this CPU, whose figures are those of `bench.cpu_vs_transformers`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,16 @@ def figures(model: ModelConfig, machine: Machine) -> dict[str, Roofline]:
     }
 
 
+def cpu_figures(model: ModelConfig, machine: Machine) -> dict[str, Roofline]:
+    """Return the roofline of one step of each figure of `bench.cpu_vs_transformers`, by its name there."""
+    return {
+        **{  # in the middle of the 128 tokens after prompts of 128
+            f"decode, batch {rows}": total(machine, step(model, [(1, 192)] * rows, rows)) for rows in (1, 16)
+        },
+        "prefill 1024": total(machine, step(model, [(1024, 1024)], 1)),
+    }
+
+
 def offline256_lengths() -> tuple[list[int], list[int]]:
     """Return the prompt and output tokens of the pinned workload's 256 requests."""
     prompts, outputs = suite.offline256(random.Random(0))
@@ -137,6 +148,17 @@ def measure() -> Machine:
     read = min(_seconds(torch.cuda.synchronize, run) for run in (data.sum, data.amax))
     gemm = _seconds(torch.cuda.synchronize, lambda: square @ square)
     return Machine(read=data.nbytes / read, flops=2 * 8192**3 / gemm)
+
+
+def measure_cpu() -> Machine:
+    """Measure the constants of this machine's CPU, with the threads that torch uses."""
+    import torch
+
+    data = torch.ones(1 << 28)
+    square = torch.randn(2048, 2048).to(torch.bfloat16)
+    read = _seconds(lambda: None, data.sum)
+    gemm = _seconds(lambda: None, lambda: square @ square)
+    return Machine(read=data.nbytes / read, flops=2 * 2048**3 / gemm)
 
 
 def _seconds(synchronize: Callable[[], None], run: Callable[[], object]) -> float:
@@ -155,16 +177,18 @@ def main() -> None:
     """Print one line per figure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path, help="a directory with a config.json")
-    parser.add_argument("--measure", action="store_true", help="measure the machine's constants here")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--measure", action="store_true", help="measure the machine's constants here")
+    where.add_argument("--cpu", action="store_true", help="measure those of the CPU, and show its figures")
     args = parser.parse_args()
-    machine = measure() if args.measure else Machine()
+    machine = measure_cpu() if args.cpu else measure() if args.measure else Machine()
     model = resolve(str(args.model), "dummy", args.model).config
     report.show(
-        f"rooflines at {machine.read / 1e12:.2f} TB/s and {machine.flops / 1e12:.0f} TFLOP/s",
+        f"rooflines at {machine.read / 1e9:.3g} GB/s and {machine.flops / 1e12:.3g} TFLOP/s",
         ["", "GB", "TFLOP", "ms"],
         [
             [name, f"{bound.bytes / 1e9:.3g}", f"{bound.flops / 1e12:.3g}", f"{bound.seconds * 1e3:.3f}"]
-            for name, bound in figures(model, machine).items()
+            for name, bound in (cpu_figures if args.cpu else figures)(model, machine).items()
         ],
     )
 

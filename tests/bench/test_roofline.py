@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import roofline
+from bench import cpu_vs_transformers, roofline
 from segue.models.config import ModelConfig
 
 COMMON = {
@@ -54,6 +54,16 @@ def test_decode_attention_reads_keys_and_values_once():
     _, attention, _ = roofline.step(SMALL, [(1, 640)] * 256, 256)
     assert attention.bytes == 256 * 640 * 28 * 2 * 8 * 128 * 2
     assert attention.seconds(H200) == attention.bytes / H200.read
+
+
+def test_a_cpus_figures_are_those_of_the_comparison_with_transformers():
+    slow = roofline.Machine(read=40e9, flops=1e12)
+    found = roofline.cpu_figures(SMALL, slow)
+    assert list(found) == [measure.name for measure in cpu_vs_transformers.MEASURES]
+    one, many, prefill = (bound.seconds for bound in found.values())
+    gemms, _, head = roofline.step(SMALL, [(1, 1)], 1)
+    assert (gemms.bytes + head.bytes) / 40e9 < one < many < 1.5 * one
+    assert prefill > 1024 * gemms.flops / 1e12
 
 
 def test_prefill_attention_counts_the_pairs_that_the_mask_allows():

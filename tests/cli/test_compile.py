@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from segue.cli import main
 from segue.config import EngineConfig
 from segue.errors import ConfigError
+from segue.kernels.cpu import build
 from segue.launch.runtime import Runtime
 from segue.messages.control import InitStep
 
@@ -24,9 +25,14 @@ def run(*words: str) -> Any:
     return RUNNER.invoke(main.app, ["compile", *words], env={"COLUMNS": "200"})
 
 
-def test_on_a_cpu_there_is_nothing_to_compile() -> None:
+@pytest.mark.parametrize("why_not", ["", "the CPU has no AVX512-BF16"])
+def test_for_a_cpu_there_are_its_own_kernels_or_none(monkeypatch: pytest.MonkeyPatch, why_not: str) -> None:
+    monkeypatch.setattr(build, "kernels", lambda: build.Kernels(why_not=why_not))
     result = run("--device", "cpu")
-    assert result.exit_code == 0 and "Nothing to compile" in result.stdout
+    assert result.exit_code == 0
+    assert result.stdout.strip() == (
+        f"Nothing to compile: {why_not}." if why_not else "The kernels of the CPU are compiled."
+    )
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -38,7 +44,7 @@ def test_without_a_device_the_error_says_what_is_missing(
     error = run("some-model").exception
     assert isinstance(error, ConfigError)
     missing = "torch sees no CUDA device" if has_triton else "Triton, which is not installed"
-    assert missing in error.message and "--device cpu there is nothing to compile" in error.message
+    assert missing in error.message and "--device cpu compiles those of the CPU" in error.message
 
 
 def test_an_engine_of_the_same_options_is_started_without_weights_and_ended(

@@ -49,7 +49,8 @@ class Started:
 
     def with_ports(self, command: str) -> str:
         """Returns the command with the ports of these servers."""
-        return command.replace("8990", str(self.trainer_port)).replace("30000", str(self.serve_port))
+        ports = {"8990": self.trainer_port, "30000": self.serve_port}  # either may be the other's default
+        return re.sub("8990|30000", lambda found: str(ports[found[0]]), command)
 
     def run(self, command: str) -> dict[str, Any]:
         """Runs a curl command, which must succeed."""

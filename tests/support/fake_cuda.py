@@ -16,6 +16,8 @@ import torch
 from segue.attention.base import AttentionShape
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
+from segue.kernels.cpu import ops as cpu
+from segue.kernels.cpu.build import Kernels
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape
 from segue.layers.blocks import Linear
@@ -104,6 +106,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "Event", _Event)
+    monkeypatch.setattr(cpu, "kernels", lambda: Kernels(why_not="the tensors are not the CPU's"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))

@@ -30,7 +30,7 @@ def compile_kernels(
         str | None, typer.Argument(metavar="MODEL", help="As --model of segue serve.", show_default=False)
     ] = None,
 ) -> None:
-    """Compile the kernels of a model for the GPU of this machine, into Triton's cache on disk, and end.
+    """Compile the kernels of a model for this machine's GPU, into Triton's cache on disk, and end.
 
     A later start with the same options loads them. It takes the options of `segue serve`, of which the
     model, --tp, --dtype and the sizes matter. No weights are read. TRITON_CACHE_DIR names the directory.
@@ -38,18 +38,22 @@ def compile_kernels(
     configure(config.log_level, config.log_format)
     out = Console(highlight=False)
     if config.device == "cpu":
-        out.print("Nothing to compile: on a CPU, torch's operators are used as they are.")
+        from segue.kernels.cpu.build import kernels
+
+        why_not = kernels().why_not  # which compiles them, if they are not there yet
+        text = f"Nothing to compile: {why_not}." if why_not else "The kernels of the CPU are compiled."
+        out.print(text, soft_wrap=True)
         return
     check_device()
     config = replace(config, model=name or config.model, load_format="dummy")
     with start_view(config.log_format) as on_start:
         steps = asyncio.run(_start(config, on_start))
     seconds = sum(step.seconds for step in steps)
-    [kernels] = [step.detail for step in steps if step.name == KERNELS]
+    [found] = [step.detail for step in steps if step.name == KERNELS]
     from triton import knobs
 
     out.print(
-        f"Kernels: {kernels}, in a start of {seconds:.1f} s. The cache is {knobs.cache.dir}", soft_wrap=True
+        f"Kernels: {found}, in a start of {seconds:.1f} s. The cache is {knobs.cache.dir}", soft_wrap=True
     )
 
 
@@ -64,14 +68,14 @@ def check_device() -> None:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
             "kernels are compiled by Triton, which is not installed: it comes with torch's builds for CUDA. "
-            "Install one of these; with --device cpu there is nothing to compile",
+            "Install one of these; --device cpu compiles those of the CPU",
             param="device",
         )
     if not torch.cuda.is_available():
         raise ConfigError(
             "torch sees no CUDA device, and kernels are compiled for the device at hand, whose tiles were "
             "measured: run segue compile on a machine with the GPU that will serve, with TRITON_CACHE_DIR in "
-            "a directory that is kept; with --device cpu there is nothing to compile",
+            "a directory that is kept; --device cpu compiles those of the CPU",
             param="device",
         )
 

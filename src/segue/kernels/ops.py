@@ -166,20 +166,21 @@ def linear(
         if float32_output and x.dtype != torch.float32:
             product = torch.mm(x, weight.T, out_dtype=torch.float32)
             return product if bias is None else product.add_(bias)
-    if _uses_cpu_kernel(x, packed):
+    if _uses_cpu_kernel(x, weight, packed):
         return cpu.gemm(x, weight, bias, torch.float32 if float32_output else x.dtype)
     result = F.linear(x, weight, bias) if packed is None else packed(x, bias)
     return result.float() if float32_output else result
 
 
-def _uses_cpu_kernel(x: Tensor, packed: Gemm | None) -> bool:
+def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
     """Whether the CPU's own kernel multiplies `x` by the weight itself.
 
     It does for few rows, and for any number if oneDNN has no copy of the weight.
     """
     if isinstance(packed, cpu.CPUBatchInvariantGemm):
         return True
-    return (packed is None or (isinstance(packed, Packed) and len(x) <= cpu.MAX_ROWS)) and cpu.usable(x)
+    is_own = packed is None or (isinstance(packed, Packed) and len(x) <= cpu.MAX_ROWS)
+    return is_own and weight.dtype == x.dtype and cpu.usable(x)
 
 
 def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None) -> Tensor:
@@ -194,7 +195,7 @@ def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | 
         gated = fused(x, weight)
         if gated is not None:
             return gated
-    if bias is None and _uses_cpu_kernel(x, packed):
+    if bias is None and _uses_cpu_kernel(x, weight, packed):
         return cpu.gate_up_silu(x, weight)
     gate_up = linear(x, weight, bias, packed, may_split=True)
     if isinstance(packed, BatchInvariantGemm):  # on CUDA the ordinary kernel is batch-invariant

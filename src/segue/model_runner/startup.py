@@ -304,7 +304,7 @@ class Startup:
             backend=self._backend,
             sampler=self._sampler,
         )
-        return 0, "none to compile: a CPU runs torch's"
+        return 0, "none for a GPU"
 
     def _time_steps(self) -> Made:
         """Time some steps, for the scheduler's predictions."""
