@@ -5,7 +5,7 @@
 `:2` means one rank's shard of tensor parallel 2; only tiles that are best for a whole model are tried for it.
 Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches nor
 cached weights flatter it, against cuBLAS in the same chain. For split-K partials, the time to read them is
-added. Only the measured shapes are replaced in the table.
+added. Only the measured shapes are replaced in the table. The times of all plans go to a result file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, astuple
 
 import torch
 
+from bench import report
 from bench.roofline import Machine
+from segue.kernels.gemm_plan import WORTH, GemmPlan, GemmShape, tile, valid_plans
+from segue.kernels.plan_store import table_of
 from segue.kernels.triton import gemm
-from segue.kernels.triton.gemm import GemmPlan
+from segue.kernels.triton.launch import device_facts
+from segue.kernels.triton.plan_timing import ChainTimer
 from segue.models.sharding import shard_rows
 
 # hidden, query heads, KV heads, head size, intermediate, vocabulary
@@ -33,8 +36,7 @@ MODELS = {
 }
 ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 MEMORY = 3.5e12  # bytes per second at which split-K partials are read
-SHARED = 227 << 10  # bytes of shared memory per program
-WORTH = 0.98  # a plan is stored if it takes less than this share of cuBLAS's time
+TIMES = "gpu_tune_gemm"  # the result file that gets the times of all plans, for bench.fit_gemm
 
 
 def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
@@ -49,60 +51,9 @@ def shapes(model: str) -> Iterator[tuple[int, int, bool]]:
     yield vocab if tp == 1 else shard_rows(vocab, tp), hidden, False
 
 
-def plans(rows: int, size: int, depth: int, may_split: bool) -> Iterator[GemmPlan]:
-    """Yield the plans that are worth trying for a GEMM [rows, depth] x [depth, size].
-
-    `may_split`: whether the reader of the result adds split-K partials up, so that K may be split.
-    """
-    tiles_m = (
-        {max(16, 1 << (rows - 1).bit_length())} if rows <= 64 else {64, 128, 256} if rows > 128 else {64, 128}
-    )
-    splits = (1, 2, 3, 4, 6, 8, 12, 16) if may_split else (1,)
-    for block_m, block_n, block_k, count, stages, warps, tma in itertools.product(
-        tiles_m, (64, 128), (64, 128), splits, (3, 4, 6), (4, 8), (False, True)
-    ):
-        # Tiles divide N and each split of K evenly, and every program has at least two steps along K.
-        if size % block_n or depth % (count * block_k) or depth // count // block_k < 2:
-            continue
-        programs = size // block_n * count * -(-rows // block_m)
-        # Fewer programs leave most of the GPU idle; more would be split further than necessary.
-        if may_split and not 48 <= programs <= 700:
-            continue
-        # The pipeline's stages fit the shared memory, and are large enough to keep loads in flight.
-        if not 48 << 10 <= stages * (block_m + block_n) * block_k * 2 <= SHARED:
-            continue
-        # At most 128 registers per thread for the sums; small tiles by TMA are tried with 4 stages alone.
-        if block_m * block_n // (32 * warps) > 128 or (tma and block_m < 64 and stages != 4):
-            continue
-        yield GemmPlan(tma, block_m, block_n, block_k, count, stages, warps)
-
-
-def tiles_that_won(table: dict[str, Any]) -> set[GemmPlan]:
-    """Return the stored plans of all shapes, without their number of splits."""
-    stored = (plan for rows in table.values() for kinds in rows.values() for plan in kinds.values() if plan)
-    return {replace(GemmPlan(**plan), splits=1) for plan in stored}
-
-
 def chain_time(run: Callable[[int], object], copies: int) -> float:
-    """Return the microseconds of one of `copies` runs in a graph, the best of four replays.
-
-    `run(i)` uses copy i of the weights, so that no run finds its weights in the GPU's cache.
-    """
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(copies):
-            run(i)
-    best = float("inf")
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / copies * 1e3)
-    return best
+    """Return the microseconds of one of `copies` runs in a graph; see `ChainTimer`."""
+    return ChainTimer()(run, copies)
 
 
 def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
@@ -115,11 +66,13 @@ def compile_plan(job: tuple[GemmPlan, int, int, int, torch.dtype]) -> None:
     gemm.run(plan, x, weight, None, dtype)
 
 
-def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmPlan]) -> dict[str, object]:
-    """Return the best plan of one shape, with and without split-K, and print the times.
+def measure(
+    rows: int, size: int, depth: int, may_split: bool, tried: list[GemmPlan]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the best plan of one shape, with and without split-K, and the times of all; print some of them.
 
-    The result maps "split" and "whole" to a plan's fields; None: no plan is clearly faster than cuBLAS. A
-    split plan is charged for the time that the reader needs to read its partials.
+    The first result maps "split" and "whole" to a plan's fields; None: no plan is clearly faster than cuBLAS.
+    A split plan is charged for the time that the reader needs to read its partials.
     """
     dtype = torch.bfloat16 if may_split else torch.float32
     copies = max(2, min(28, int(3e9 // (size * depth * 2))))
@@ -150,15 +103,16 @@ def measure(rows: int, size: int, depth: int, may_split: bool, tried: list[GemmP
     roofline = max(size * depth * 2 / machine.read, 2 * rows * size * depth / machine.flops) * 1e6
     found = f"roofline {roofline:.2f} cuBLAS {cublas:.2f} best {timed[0][1]:.2f} µs, {timed[0][2]}"
     print(f"{size}x{depth}, {rows} rows: {found}", flush=True)
-    return best
+    times = [[round(with_reading, 3), *astuple(plan)] for with_reading, _, plan in timed]
+    return best, {"cuBLAS": round(cublas, 3), "plans": times}
 
 
 def main() -> None:
     """Tune the models named on the command line."""
     begun = time.monotonic()
-    table = json.loads(gemm.TABLE.read_text()) if gemm.TABLE.exists() else {}
-    device = table.setdefault(torch.cuda.get_device_name(), {})
-    won = tiles_that_won(device)
+    tables, facts = json.loads(gemm.TABLE.read_text()) if gemm.TABLE.exists() else [], device_facts()
+    device = table_of(tables, facts)
+    won = gemm.tiles_that_won()
     pending = {
         shape: ":" in model
         for model in sys.argv[1:]
@@ -167,7 +121,9 @@ def main() -> None:
     }
     tried = {
         (shape, rows): [
-            plan for plan in plans(rows, *shape) if not is_shard or replace(plan, splits=1) in won
+            plan
+            for plan in valid_plans(GemmShape(rows, *shape[:2], kind="split" if shape[2] else "whole"), facts)
+            if not is_shard or tile(plan) in won
         ]
         for (shape, is_shard), rows in itertools.product(sorted(pending.items()), ROWS)
     }
@@ -179,10 +135,15 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_plan, list(jobs.values()), chunksize=8)
     print(f"{len(jobs)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
+    times: dict[tuple[str, int], dict[str, object]] = {}
     for ((size, depth, may_split), rows), candidates in tried.items():
-        found = device.setdefault(f"{size}x{depth}", {})
-        found[str(rows)] = measure(rows, size, depth, may_split, candidates)
-        gemm.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        key = f"{size}x{depth}"
+        found, times[key, rows] = measure(rows, size, depth, may_split, candidates)
+        device.setdefault(key, {})[str(rows)] = found
+        gemm.TABLE.write_text(json.dumps(tables, indent=1) + "\n")
+        report.save(
+            TIMES, {"us": [{"shape": shape, "rows": n, **each} for (shape, n), each in times.items()]}
+        )
     print(f"{time.monotonic() - begun:.0f} s")
 
 

@@ -21,9 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.tune_gemm import SHARED, chain_time
+from bench.tune_gemm import chain_time
 from segue.kernels.ops import route
+from segue.kernels.plan_store import table_of
 from segue.kernels.triton import moe
+from segue.kernels.triton.launch import device_facts
 from segue.kernels.triton.moe import MoEPlan, TileConfig
 from segue.kernels.triton.moe_routing import sort
 
@@ -63,7 +65,12 @@ def tile_configs(gemm: str, block: int, shape: Shape) -> Iterator[TileConfig]:
     ):
         held = stages * (weights * rows + block) * deep * 2
         accumulated = weights * rows * block // (32 * warps)
-        if depth % deep or size % rows or not 40 << 10 <= held <= SHARED or accumulated > 128:
+        if (
+            depth % deep
+            or size % rows
+            or not 40 << 10 <= held <= device_facts().shared_bytes
+            or accumulated > 128
+        ):
             continue
         if (block >= 64 and (deep == 128 or stages < 3 or weights * rows * block < 128 * 64)) or (
             block < 64 and (rows == 256 or accumulated < 4)
@@ -186,8 +193,8 @@ def compile_kernels(shapes: list[Shape]) -> None:
 def tune(shapes: list[Shape]) -> None:
     """Measure the shapes and store their best plans."""
     begun = time.monotonic()
-    table = json.loads(moe.TABLE.read_text()) if moe.TABLE.exists() else {}
-    device = table.setdefault(torch.cuda.get_device_name(), {})
+    tables = json.loads(moe.TABLE.read_text()) if moe.TABLE.exists() else []
+    device = table_of(tables, device_facts())
     for shape in shapes:
         num_experts, _, size, hidden = shape
         weights = [
@@ -198,7 +205,7 @@ def tune(shapes: list[Shape]) -> None:
             for _ in range(COPIES)
         ]
         device["x".join(map(str, shape))] = {str(n): measure(shape, n, weights) for n in TOKENS}
-        moe.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        moe.TABLE.write_text(json.dumps(tables, indent=1) + "\n")
     print(f"{time.monotonic() - begun:.0f} s")
 
 

@@ -38,8 +38,9 @@ def pure_modules() -> list[str]:
     memory = [f"segue.memory.{name}" for name in MEMORY]
     router = [f"segue.router.{name}" for name in ROUTER]
     failover = [f"segue.failover.{name}" for name in ("epochs", "lock")]
+    kernels = [f"segue.kernels.{name}" for name in ("gemm_plan", "moe_plan", "plan_store")]
     kvcache = ["segue.kvcache.journal", "segue.kvcache.prefix_cache"]
-    return [*names, *disagg, *kvcache, *memory, *failover, *router]
+    return [*names, *disagg, *kernels, *kvcache, *memory, *failover, *router]
 
 
 def imports_without_torch(modules: list[str]) -> subprocess.CompletedProcess[str]:

@@ -170,6 +170,11 @@ class EngineConfig(Options):
     disable_cuda_graph: bool = _hardware(
         False, "Launch every kernel of every step, instead of replaying CUDA graphs."
     )
+    gemm_plans: Literal["auto", "stored"] = _hardware(
+        "stored",
+        "Plans of GEMMs of few rows on CUDA, for shapes without a stored one; 'stored': none, these use "
+        "cuBLAS; 'auto': timed at start, once per device and model, and kept in --cache-dir.",
+    )
     graph_self_check: bool = _hardware(
         False, "Run every captured step eagerly as well, and stop the engine if one bit differs. Slow."
     )

@@ -35,6 +35,7 @@ STEPS = [
     "communication",
     "free memory",
     "weights",
+    "GEMM plans",
     "page count",
     "KV pool",
     "page table",

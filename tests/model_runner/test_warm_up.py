@@ -283,3 +283,18 @@ def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(
                 run=min(ours, theirs) * head,
             )
     assert found and not missing(found, warmed)
+
+
+def test_plans_that_were_found_at_the_start_have_steps(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.kernels import plan_store
+    from segue.kernels.moe_plan import MoEShape
+    from segue.kernels.triton import gemm, moe
+
+    shape = MoEShape(16, 3, 64, 1024)
+    assert not {24, 40} & (gemm.row_steps() | moe.token_steps(shape))
+    found = {"2560x2560": {"24": {"split": None}}, shape.key: {"40": {moe.KIND: None}}}
+    monkeypatch.setattr(plan_store, "_found", found)
+    assert 24 in gemm.row_steps()
+    assert 40 in moe.token_steps(shape)

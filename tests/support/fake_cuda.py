@@ -64,6 +64,10 @@ class _Driver:
     def get_current_stream(self, device: int = 0) -> int:
         return 0
 
+    @property
+    def utils(self) -> Any:
+        return SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10})
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
@@ -84,15 +88,17 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from segue.kernels.triton import gemm, launch
 
-    sms = SimpleNamespace(multi_processor_count=132)
+    h200 = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30
+    )
     silent = SimpleNamespace(
         capture_begin=lambda **options: None,
         **{name: lambda: None for name in ("capture_end", "replay", "synchronize")},
     )
     for name, value in {
         "get_device_capability": lambda *_: (9, 0),
-        "get_device_name": lambda *_: "NVIDIA H200",
-        "get_device_properties": lambda *_: sms,
+        "get_device_properties": lambda *_: h200,
+        "current_device": lambda: 0,
         "graph_pool_handle": lambda: None,
         "empty_cache": lambda: None,
         "CUDAGraph": lambda: silent,
@@ -115,7 +121,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "_scaled_mm",
         lambda x, weight, out_dtype, **_: x.new_zeros(len(x), weight.shape[1], dtype=out_dtype),
     )
-    caches = (launch.is_hopper, launch.num_sms, launch.measured_plans, gemm.choose)
+    caches = (launch.is_hopper, launch.num_sms, launch.device_facts, gemm.choose)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(driver, "_active", _Driver())

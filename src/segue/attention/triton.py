@@ -20,10 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape, Context, PagedBackend, query_blocks
 from segue.kernels.triton.attention import attend, decode, plan_decode
-from segue.kernels.triton.launch import is_hopper, launch_options
+from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kvcache.pool import KVPool
 
-_MAX_PROGRAMS = 256  # maximum of programs that split the keys of a small decode batch
 _MAX_SPLITS = 64
 _PLANNED_SPLITS = 32  # maximum per row of a planned batch
 _MIN_KEYS = 256  # a split of a planned batch has at least as many keys
@@ -56,22 +55,24 @@ class TritonAttention(PagedBackend):
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
+        device = device_facts()
         self._shape, self._pool, dim = shape, pool, shape.head_dim
+        self._max_programs = device.max_split_programs  # that split the keys of a small decode batch
         self._group = shape.num_heads // shape.num_kv_heads
         # Per split and query head: the weighted values in `_partial`, the maximum and the sum in `_maxima`.
-        self._partial = pool.data.new_empty(_MAX_PROGRAMS * self._group * dim, dtype=torch.float32)
-        self._maxima = pool.data.new_empty(_MAX_PROGRAMS * self._group * 2, dtype=torch.float32)
+        self._partial = pool.data.new_empty(self._max_programs * self._group * dim, dtype=torch.float32)
+        self._maxima = pool.data.new_empty(self._max_programs * self._group * 2, dtype=torch.float32)
         self._max_spans = 0  # of a sequence; only batch-invariant attention has any
         self._is_float32 = pool.data.dtype == torch.float32
         self._keys_per_block = 32 if self._is_float32 else 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % self._keys_per_block == 0 and dim >= 16 and dim & (dim - 1) == 0
         # TMA counts token rows in 32 bits.
-        tma = is_hopper() and fits_tma and not self._is_float32 and len(rows) < 2**31
+        tma = device.has_tma and fits_tma and not self._is_float32 and len(rows) < 2**31
         self._rows = TensorDescriptor.from_tensor(rows, [self._keys_per_block, dim]) if tma else None
         # The arguments that are the same in every launch of both kernels.
         self._constants: dict[str, object] = {
-            "counters": pool.data.new_zeros(_MAX_PROGRAMS, dtype=torch.int32),
+            "counters": pool.data.new_zeros(self._max_programs, dtype=torch.int32),
             "scale": shape.scale * _LOG2_E,
             "page_rows": pool.page_rows,
             "KV_HEADS": shape.num_kv_heads,
@@ -91,20 +92,20 @@ class TritonAttention(PagedBackend):
     def _rows_per_block(self, tokens: int) -> int:
         """Returns the rows of a prefill tile: a query token has one per query head of the group.
 
-        It is the smallest size that the group fits in and that gives fewer than about `2 * _MAX_PROGRAMS`
+        It is the smallest size that the group fits in and that gives fewer than about `2 * _max_programs`
         programs, or else the largest size.
         """
         rows = tokens * self._shape.num_heads
         return next(
-            (size for size in (32, 64) if rows < 2 * _MAX_PROGRAMS * size and size > self._group),
+            (size for size in (32, 64) if rows < 2 * self._max_programs * size and size > self._group),
             64 if self._is_float32 else 128,
         )
 
     def row_steps(self, max_rows: int) -> set[int]:
         """See `PagedBackend.row_steps`: the sizes of prefill tiles, splits, warps and tables of plans."""
         shape = self._shape
-        tiles = {(2 * _MAX_PROGRAMS * size - 1) // shape.num_heads for size in (32, 64)}
-        splits = {(_MAX_PROGRAMS >> power) // shape.num_kv_heads for power in range(1, 9)}
+        tiles = {(2 * self._max_programs * size - 1) // shape.num_heads for size in (32, 64)}
+        splits = {(self._max_programs >> power) // shape.num_kv_heads for power in range(1, 9)}
         tables = {1 << power for power in range(8, max_rows.bit_length())}
         return tiles | splits | tables | {_FEW_ROWS - 1}
 
@@ -122,7 +123,7 @@ class TritonAttention(PagedBackend):
         if self._num_splits(rows, _MAX_SPLITS) > 1:
             return None
         # More of them would divide long rows more finely, but unused ones cost short rows time.
-        items = rows + max(_MAX_PROGRAMS // 2 // heads, rows // 2, 1)
+        items = rows + max(self._max_programs // 2 // heads, rows // 2, 1)
         parts = items * heads * self._group
         new = self._partial.new_empty
         plan = _Plan(
@@ -225,9 +226,9 @@ class TritonAttention(PagedBackend):
         It is more than one where the batch alone would leave much of the device idle.
         """
         tiles = num_decode * self._shape.num_kv_heads
-        if tiles > _MAX_PROGRAMS // 2:
+        if tiles > self._max_programs // 2:
             return 1
-        return min(max_splits, 1 << ((_MAX_PROGRAMS // tiles).bit_length() - 1))
+        return min(max_splits, 1 << ((self._max_programs // tiles).bit_length() - 1))
 
 
 class TritonInvariantAttention(TritonAttention):
@@ -247,7 +248,7 @@ class TritonInvariantAttention(TritonAttention):
         super().prepare(ctx)
         spans = triton.cdiv(ctx.page_table.data.shape[1] * self._pool.page_size, _SPAN)
         if spans > self._max_spans:
-            rows = _MAX_PROGRAMS // 2 * spans * self._group
+            rows = self._max_programs // 2 * spans * self._group
             self._max_spans = spans
             self._partial = self._partial.new_empty(rows * self._shape.head_dim)
             self._maxima = self._maxima.new_empty(rows * 2)

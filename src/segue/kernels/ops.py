@@ -198,7 +198,7 @@ def linear(
 ) -> Tensor:
     """Returns `x @ weight.T + bias`, `[M, out]`.
 
-    Without `packed`, CUDA uses the plan that was measured for the shape, and cuBLAS where there is none.
+    Without `packed`, CUDA uses the plan that was measured for the shape, and cuBLAS where that is faster.
 
     Args:
         x: `[M, in]`.
@@ -212,7 +212,7 @@ def linear(
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import choose, run
 
-        plan = choose(*x.shape, weight.shape[0], x.dtype, may_split)
+        plan = choose(*x.shape, weight.shape[0], x.dtype, "split" if may_split else "whole")
         if plan is not None:
             return run(plan, x, weight, bias, torch.float32 if float32_output else x.dtype)
         if float32_output and x.dtype != torch.float32:

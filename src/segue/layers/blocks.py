@@ -156,6 +156,13 @@ class RowParallelLinear(Linear):
         Partials are allowed unless the sum over the ranks is by `Collectives.all_reduce`, which cannot add
         them up.
         """
-        tp, fused_all_reduce = self.collectives.tp, self.collectives.fused_all_reduce
-        may_split = tp.size == 1 or (fused_all_reduce is not None and len(x) <= fused_all_reduce.max_rows)
-        return linear(x, self.weight, self.bias if tp.is_first else None, self.packed, may_split=may_split)
+        bias = self.bias if self.collectives.tp.is_first else None
+        return linear(x, self.weight, bias, self.packed, may_split=len(x) <= self.max_split_rows)
+
+    @property
+    def max_split_rows(self) -> int:
+        """The most rows whose results may be split-K partials; 0: none may."""
+        if self.collectives.tp.size == 1:
+            return 1 << 30
+        fused_all_reduce = self.collectives.fused_all_reduce
+        return 0 if fused_all_reduce is None else fused_all_reduce.max_rows

@@ -106,7 +106,7 @@ def run_by_expert(
     return torch.zeros_like(x).index_add_(0, tokens, grouped)
 
 
-def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """See `kernels.triton.moe.run_experts`."""
     from segue.kernels.triton.moe import run_experts  # Triton is only installed with CUDA
 
@@ -115,7 +115,7 @@ def _run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
 
 # In order of preference: "auto" takes the first one that can be used, see `select`.
 _BACKENDS = (
-    MoEEntry(name="triton", devices=("cuda",), graph=True, run=_run_triton),
+    MoEEntry(name="triton", devices=("cuda",), graph=True, run=run_triton),
     MoEEntry(name="torch", devices=("cpu", "cuda"), graph=False, run=run_by_expert),
     MoEEntry(
         name="torch-invariant",

@@ -85,6 +85,7 @@ class Startup:
             ("communication", self._connect),
             ("free memory", self._measure_memory),
             ("weights", self._load_weights),
+            ("GEMM plans", self._plan_gemms),
             ("page count", self._count_pages),
             ("KV pool", self._make_pool),
             ("page table", self._make_state),
@@ -192,6 +193,15 @@ class Startup:
         if self._on_cpu:
             keep_freed_memory()
         return self.arena.num_bytes, f"and {gib(self._derived)} of packed copies" if self._derived else ""
+
+    def _plan_gemms(self) -> Made:
+        """Find the plans of GEMMs; timing them would disturb an engine that may serve on this device."""
+        if self._on_cpu:
+            return 0, "none: they are for CUDA"
+        from segue.model_runner.gemm_plans import plan_gemms
+
+        is_alone = self.memory.pinned_kv() is None
+        return 0, plan_gemms(self.config, self.model, self._groups, may_time=is_alone)
 
     def _count_pages(self) -> Made:
         """Measure what a step takes, and decide the number of KV pages from the rest of the memory.

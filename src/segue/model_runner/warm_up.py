@@ -109,8 +109,10 @@ def all_steps(steps: Iterable[int], limits: EngineLimits, *, max_scored: int) ->
 
 def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> set[int]:
     """Return the numbers of rows up to which the kernels of a step are the same, of all its parts."""
+    from segue.kernels.gemm_plan import FEW_ROWS
+    from segue.kernels.moe_plan import MoEShape
     from segue.kernels.triton import fp8_gemm, gate_up_silu, gemm, moe
-    from segue.kernels.triton.launch import FEW_ROWS, num_sms
+    from segue.kernels.triton.launch import device_facts
 
     max_rows = limits.chunked_prefill_size + limits.max_running_requests
     found = {FEW_ROWS, *gate_up_silu.ROW_STEPS, *gemm.row_steps(), *backend.row_steps(max_rows)}
@@ -120,17 +122,15 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
     if config.quantization is not None:
         found |= fp8_gemm.row_steps()
     if config.moe is not None:
+        size = model.shard.expert_intermediate_size
+        moe_config = config.moe
         found |= moe.token_steps(
-            config.moe.num_experts_per_tok,
-            config.moe.num_experts,
-            model.shard.expert_intermediate_size,
-            config.hidden_size,
+            MoEShape(moe_config.num_experts, moe_config.num_experts_per_tok, size, config.hidden_size)
         )
     if model.deterministic:
         weights: set[Tensor] = {*model.parameters()}
-        sms = num_sms(next(iter(weights)).device)
         for size in {len(weight) for weight in weights if weight.dim() == 2}:
-            found |= gemm.batch_invariant_rows(size, max_rows, sms)
+            found |= gemm.batch_invariant_rows(size, max_rows, device_facts())
     return found
 
 

@@ -11,16 +11,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from segue.kernels.gemm_plan import MAX_GATED_ROWS
 from segue.kernels.triton import gemm
 from segue.kernels.triton.gemm import grouped_tile, load_split_k, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 _COLUMNS = tl.constexpr(1024)  # per program of the activation
-_MAX_SMALL_M = 64
 _BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
 _STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
 _MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
-ROW_STEPS = {_MAX_SMALL_M, _MIN_LARGE_M - 1}  # up to these rows a GEMM has one kernel, above another one
+ROW_STEPS = {MAX_GATED_ROWS, _MIN_LARGE_M - 1}  # up to these rows a GEMM has one kernel, above another one
 _MAX_K = 1024  # with a larger K the time is that of the multiplications, which cuBLAS does faster
 
 
@@ -77,13 +77,13 @@ def _gate_up_silu(x, weight, out, num_rows, size, depth, PDL: tl.constexpr):
 def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor | None:
     """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
 
-    `x` is `[M, K]`, `weight` is `[2 * I, K]`, gate rows first. Up to `_MAX_SMALL_M` rows use the kernel and
-    the stored plans of `gemm.py`; the kernel here is for many rows on Hopper.
+    `x` is `[M, K]`, `weight` is `[2 * I, K]`, gate rows first. Up to `MAX_GATED_ROWS` rows use the kernel and
+    the plans of `gemm.py`; the kernel here is for many rows on Hopper.
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
-    if num_rows <= _MAX_SMALL_M:
+    if num_rows <= MAX_GATED_ROWS:
         # The plan may not split K, because the activation needs the whole sums.
-        plan = gemm.choose(num_rows, depth, 2 * size, x.dtype, False)
+        plan = gemm.choose(num_rows, depth, 2 * size, x.dtype, "gated")
         return None if plan is None else gemm.run(plan, x, weight, None, x.dtype, gated=True)
     if num_rows < _MIN_LARGE_M or depth > _MAX_K or not is_hopper():
         return None

@@ -2,8 +2,8 @@
 
 A GEMM of few rows streams the weight once, with split-K where N gives too few programs. Its operands are
 swapped: rows of the weight fill the tensor cores' 64 rows, tokens their columns. The fastest tile and split
-were measured for each shape (`bench/tune_gemm.py`) and are stored in `gemm.json`; shapes that are not in
-there use cuBLAS.
+of some shapes were measured (`bench/tune_gemm.py`) and are stored in `gemm.json`; those of other shapes are
+found at the start of an engine (`plan_timing.py`). Where neither has a plan, cuBLAS computes the GEMM.
 
 A batch-invariant GEMM, for `--deterministic`, gives a row the same bits in any batch. Each element is one
 chain of float32 additions over K in ascending order, 16 at a step of the tensor cores. No tile splits K, and
@@ -25,31 +25,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.errors import ConfigError
+from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, tile
+from segue.kernels.plan_store import found_plans, lookup, stored_plans
 from segue.kernels.triton.launch import (
+    device_facts,
     launch_options,
-    measured_plans,
-    num_sms,
     pdl_launch_dependents,
     pdl_wait,
 )
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class GemmPlan:
-    """The tile, split and launch options of one GEMM."""
-
-    tma: bool  # whether TMA loads the tiles, not threads
-    block_m: int  # tokens
-    block_n: int  # rows of the weight
-    block_k: int
-    splits: int  # splits of K; more than one gives split-K partials
-    stages: int
-    warps: int
-    swap: bool = True  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
-    group_m: int = 0  # blocks of tokens whose tiles run together and share the L2 cache; 0: all. Needs TMA
 
 
 @triton.jit
@@ -203,26 +189,47 @@ def run(
     return out
 
 
-@cache
-def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, may_split: bool) -> GemmPlan | None:
-    """Returns the stored plan for a GEMM `[num_rows, depth]` by `[size, depth]`, or None to use cuBLAS.
+def plan_key(size: int, depth: int) -> str:
+    """Returns the key of a weight `[size, depth]` in tables of plans."""
+    return f"{size}x{depth}"
 
-    A stored plan serves GEMMs up to a number of rows. There is one for results that may be split-K partials
-    (`may_split`), and one for whole results.
+
+def has_stored_plan(size: int, depth: int) -> bool:
+    """Whether the stored table has plans for a weight `[size, depth]` on this device."""
+    return plan_key(size, depth) in stored_plans(TABLE, device_facts())
+
+
+def tiles_that_won() -> set[GemmPlan]:
+    """Returns the tiles of all stored plans of this device's compute capability."""
+    return {
+        tile(GemmPlan(**plan))
+        for by_rows in stored_plans(TABLE, device_facts(), any_size=True).values()
+        for by_kind in by_rows.values()
+        for plan in by_kind.values()
+        if plan
+    }
+
+
+@cache
+def choose(num_rows: int, depth: int, size: int, dtype: torch.dtype, kind: Kind) -> GemmPlan | None:
+    """Returns the plan for a GEMM `[num_rows, depth]` by `[size, depth]`, or None to use cuBLAS.
+
+    It is the stored one, or else the one that was found at the start. A plan serves GEMMs up to a number of
+    rows. The stored table has one for results that may be split-K partials, and one for whole results, which
+    also serves the gate-up SiLU GEMM.
     """
     if num_rows > MAX_ROWS or dtype != torch.bfloat16:
         return None
-    measured = measured_plans(TABLE).get(f"{size}x{depth}", {})
-    for max_rows, plans in measured.items():
-        if num_rows <= int(max_rows):
-            plan = plans["split" if may_split else "whole"]
-            return GemmPlan(**plan) if plan else None
-    return None
+    stored: Kind = "split" if kind == "split" else "whole"
+    sources = ((stored_plans(TABLE, device_facts()), stored), (found_plans(), kind))
+    plan = lookup(sources, plan_key(size, depth), num_rows)
+    return GemmPlan(**plan) if plan else None
 
 
 def row_steps() -> set[int]:
-    """Returns the numbers of rows up to which one of this device's stored plans serves."""
-    return {int(max_rows) for plans in measured_plans(TABLE).values() for max_rows in plans}
+    """Returns the numbers of rows up to which a plan serves that is stored, or was found at the start."""
+    tables = stored_plans(TABLE, device_facts()), found_plans()
+    return {int(max_rows) for table in tables for plans in table.values() for max_rows in plans}
 
 
 def _batch_invariant(
@@ -276,32 +283,40 @@ class TritonBatchInvariantGemm:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`."""
-        plan = choose_batch_invariant(len(x), self.weight.shape[0], num_sms(x.device))
+        plan = choose_batch_invariant(len(x), self.weight.shape[0], device_facts())
         return run(plan, x, self.weight, bias, self.dtype)
 
 
 @cache
-def choose_batch_invariant(num_rows: int, size: int, num_sms: int) -> GemmPlan:
+def choose_batch_invariant(num_rows: int, size: int, device: DeviceFacts) -> GemmPlan:
     """Returns the fastest plan for a batch-invariant GEMM, according to measurements on an H200.
 
     The GEMM is `[num_rows, K]` by a weight of `size` rows. Few rows take the smallest tile that holds them;
-    for many, the time of each plan is that of a program times the waves of programs.
+    for many, the time of each plan is that of a program times the waves of programs. A device with less
+    shared memory than an H200 has fewer stages, which do not change a bit.
     """
+
+    def fitting(plan: GemmPlan) -> GemmPlan:
+        """Returns the plan with as many stages as the device has room for."""
+        fitted = fit_stages(plan, device.shared_bytes)
+        assert fitted is not None, "two stages of every plan here fit 96 KiB"
+        return fitted
+
     if num_rows <= _SMALL_M:
         # With more rows of the weight than this, blocks of 64 of them give several programs per SM.
-        plans = SMALL_M_LARGE_N_PLANS if size > 64 * num_sms else SMALL_M_PLANS
-        return next(plan for plan in plans if num_rows <= plan.block_m)
+        plans = SMALL_M_LARGE_N_PLANS if size > 64 * device.num_sms else SMALL_M_PLANS
+        return fitting(next(plan for plan in plans if num_rows <= plan.block_m))
 
     def cost(plan: GemmPlan) -> float:
         """Returns the relative time of the GEMM with `plan`."""
         programs = triton.cdiv(num_rows, plan.block_m) * triton.cdiv(size, plan.block_n)
-        waves: int = triton.cdiv(programs, num_sms)
+        waves: int = triton.cdiv(programs, device.num_sms)
         return LARGE_M_PLANS[plan] * waves
 
-    return min(LARGE_M_PLANS, key=cost)
+    return fitting(min(LARGE_M_PLANS, key=cost))
 
 
-def batch_invariant_rows(size: int, max_rows: int, num_sms: int) -> set[int]:
+def batch_invariant_rows(size: int, max_rows: int, device: DeviceFacts) -> set[int]:
     """Returns the fewest rows with which each plan for a weight of `size` rows is chosen.
 
     Up to `max_rows` rows there are no further plans: all numbers of rows of a block of 64 have the same one.
@@ -309,5 +324,5 @@ def batch_invariant_rows(size: int, max_rows: int, num_sms: int) -> set[int]:
     found: dict[GemmPlan, int] = {}
     for rows in (16, 32, *range(_SMALL_M, max_rows + _SMALL_M, _SMALL_M)):
         rows = min(rows, max_rows)
-        found.setdefault(choose_batch_invariant(rows, size, num_sms), rows)
+        found.setdefault(choose_batch_invariant(rows, size, device), rows)
     return set(found.values())

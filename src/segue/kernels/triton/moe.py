@@ -3,13 +3,12 @@
 A pair is a token and one of its experts. Few tokens rarely share experts: then a program streams rows of one
 pair's expert, and the second GEMM also sums over a token's pairs. The pairs of more tokens are sorted by
 expert and split into tiles of one expert each; a last kernel sums over a token's pairs. Pairs are always
-added in order, never by atomics, so a replay gives the same bits. The tile configurations were measured for
-each shape (`bench/tune_moe.py`) and are stored in `moe.json`. PDL is never early here: the GEMMs fill the
-device even for one token, and a successor that starts early and waits on the same SMs costs a third
-(measured: 32 against 24 µs).
+added in order, never by atomics, so a replay gives the same bits. The tile configurations of some shapes were
+measured (`bench/tune_moe.py`) and are stored in `moe.json`; those of others are found at the start of an
+engine (`plan_timing.py`). PDL is never early here: the GEMMs fill the device even for one token, and a
+successor that starts early and waits on the same SMs costs a third (measured: 32 against 24 µs).
 """
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,38 +17,20 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from segue.kernels.moe_plan import MoEPlan, MoEShape, TileConfig, default_plan, default_steps
+from segue.kernels.plan_store import found_plans, stored_plans
 from segue.kernels.triton import moe_gemm
-from segue.kernels.triton.launch import launch_options, measured_plans
+from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.moe_routing import CHUNK, sort
 
 TABLE = Path(__file__).parent / "moe.json"
-_FEW_TOKENS = 4  # where nothing was measured, so many tokens are not sorted
+KIND = "experts"  # of plans in the cache
 
 
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """The tile and launch options of one of the GEMMs."""
-
-    block_n: int  # rows of the weight
-    block_k: int
-    stages: int
-    warps: int
-    tma: bool = False  # whether TMA loads the tiles, not threads
-    halves: bool = False  # whether a tile that is at most half full runs with half of block_m
-
-    def options(self) -> dict[str, int | bool]:
-        """Returns the arguments and launch options that all of the GEMMs' kernels take."""
-        tile = {"BN": self.block_n, "BK": self.block_k, "STAGES": self.stages}
-        return tile | launch_options(self.warps, None)
-
-
-@dataclass(frozen=True, slots=True)
-class MoEPlan:
-    """The configurations of both GEMMs for a number of tokens."""
-
-    block_m: int  # pairs per tile, all of one expert; 1: pairs in the order of tokens, not sorted
-    gate_up: TileConfig
-    down: TileConfig
+def _options(config: TileConfig) -> dict[str, int | bool]:
+    """Returns the arguments and launch options that all of the GEMMs' kernels take."""
+    tile = {"BN": config.block_n, "BK": config.block_k, "STAGES": config.stages}
+    return tile | launch_options(config.warps, None)
 
 
 def run_experts(
@@ -62,7 +43,7 @@ def run_experts(
     """
     (num_experts, hidden, size), (num_tokens, per_token) = down.shape, experts.shape
     if plan is None:
-        plan = choose(num_tokens, per_token, num_experts, size, hidden, x.dtype)
+        plan = choose(MoEShape(num_experts, per_token, size, hidden), num_tokens, x.dtype)
     if plan.block_m == 1:
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
         return down_by_token(plan.down, inner, down, experts)
@@ -102,7 +83,7 @@ def gate_up_by_pair(
         size=size,
         num_experts=num_experts,
         K=experts.shape[1],
-        **config.options(),
+        **_options(config),
     )
     return inner
 
@@ -123,7 +104,7 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
         hidden=hidden,
         num_experts=num_experts,
         K=per_token,
-        **config.options(),
+        **_options(config),
     )
     return out
 
@@ -174,43 +155,30 @@ def gemm_by_tile(
         TMA=config.tma,
         EVEN=gated and depth % config.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **config.options(),
+        **_options(config),
     )
     return out
 
 
-def token_steps(per_token: int, num_experts: int, size: int, hidden: int) -> set[int]:
-    """Returns the numbers of tokens up to which one plan serves, or the pairs are sorted by one kernel.
-
-    The arguments are those of `choose`.
-    """
-    measured = measured_plans(TABLE).get(_key(per_token, num_experts, size, hidden), {})
-    return {_FEW_TOKENS, 32 * num_experts // per_token, CHUNK // per_token, *map(int, measured)}
-
-
-def _key(per_token: int, num_experts: int, size: int, hidden: int) -> str:
-    """Returns the key of a shape in the table of measured plans."""
-    return f"{num_experts}x{per_token}x{size}x{hidden}"
+def token_steps(shape: MoEShape) -> set[int]:
+    """Returns the numbers of tokens up to which one plan serves, or the pairs are sorted by one kernel."""
+    tables = stored_plans(TABLE, device_facts()), found_plans()
+    tokens = {int(max_tokens) for table in tables for max_tokens in table.get(shape.key, {})}
+    return tokens | {CHUNK // shape.per_token, *default_steps(shape)}
 
 
 @cache
-def choose(
-    num_tokens: int, per_token: int, num_experts: int, size: int, hidden: int, dtype: torch.dtype
-) -> MoEPlan:
-    """Returns the stored plan for a shape; where none was measured, one that runs on any device.
+def choose(shape: MoEShape, num_tokens: int, dtype: torch.dtype) -> MoEPlan:
+    """Returns the stored plan for a shape, or that found at the start; else one that runs on any device.
 
-    `size` is I and `hidden` H. A stored plan serves up to a number of tokens, and the last one more too.
+    A plan serves up to a number of tokens, and the last one more too.
     """
-    measured = measured_plans(TABLE).get(_key(per_token, num_experts, size, hidden), {})
     if dtype == torch.bfloat16:
-        for max_tokens, plan in measured.items():
-            if num_tokens <= int(max_tokens) or max_tokens == list(measured)[-1]:
-                return MoEPlan(plan["block_m"], TileConfig(**plan["gate_up"]), TileConfig(**plan["down"]))
-    # The arguments of a TileConfig are block_n, block_k, stages and warps.
-    if num_tokens <= _FEW_TOKENS:
-        return MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
-    wide = dtype == torch.float32
-    if wide or num_tokens * per_token <= 32 * num_experts:
-        config = TileConfig(32, 32, 2, 4) if wide else TileConfig(64, 64, 3, 4)
-        return MoEPlan(16, config, config)
-    return MoEPlan(64, TileConfig(64, 64, 3, 4), TileConfig(128, 64, 3, 4))
+        found = {tokens: by_kind[KIND] for tokens, by_kind in found_plans().get(shape.key, {}).items()}
+        plans = stored_plans(TABLE, device_facts()).get(shape.key) or found
+        for max_tokens, plan in plans.items():
+            if plan and (num_tokens <= int(max_tokens) or max_tokens == list(plans)[-1]):
+                return MoEPlan.of(plan)
+            if num_tokens <= int(max_tokens):
+                break
+    return default_plan(shape, num_tokens, is_float32=dtype == torch.float32)

@@ -1,0 +1,311 @@
+"""Compiles the Triton kernels for GPUs that are not there: shows that they compile, not that they run.
+
+    python -m bench.compile_kernels [80 89 90 100]
+
+The functions that launch the kernels are called with tensors of the CPU, and Triton compiles what they would
+launch, for each compute capability. A kernel that takes more shared memory than a program may have there is a
+failure, as it would be when it is loaded. It needs Triton, and no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from bench import report
+from segue.attention import triton as attention
+from segue.attention.base import AttentionShape, Context
+from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape, Kind, candidates
+from segue.kernels.triton import (
+    all_reduce,
+    gate_up_silu,
+    gemm,
+    grouped_copy,
+    launch,
+    moe,
+    moe_routing,
+    norm,
+    page_slices,
+    sampling,
+    step_inputs,
+)
+from segue.kernels.triton.gemm import TritonBatchInvariantGemm
+from segue.kvcache.page_table import PageTable
+from segue.kvcache.pool import KVPool, KVShape
+from segue.memory import backing
+
+# SMs, and KiB of shared memory that a program may have, by compute capability: A100, L40S, H200, B200.
+# The GEMMs of Qwen3-4B: N, K and kind.
+KINDS: list[tuple[int, int, Kind]] = [
+    (6144, 2560, "split"),
+    (2560, 4096, "split"),
+    (2560, 9728, "split"),
+    (19456, 2560, "gated"),
+    (151936, 2560, "whole"),
+]
+DEVICES = {80: (108, 163), 89: (142, 99), 90: (132, 227), 100: (148, 227)}
+
+
+def facts(capability: int) -> DeviceFacts:
+    """Return the facts about a device of a compute capability."""
+    num_sms, shared = DEVICES[capability]
+    return DeviceFacts(
+        name=f"sm_{capability}",
+        capability=divmod(capability, 10),
+        num_sms=num_sms,
+        shared_bytes=shared << 10,
+        memory_bytes=80 << 30,
+        bandwidth=2e12,
+    )
+
+
+@dataclass
+class _Driver:
+    """What Triton asks its driver for when it only compiles."""
+
+    target: GPUTarget
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernel:
+    """A kernel that was compiled for a device, or why it was not."""
+
+    name: str
+    shared: int  # bytes of shared memory that it takes
+    problem: str = ""
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
+    """Let launches compile for a compute capability instead; yield the list of what they have compiled."""
+    device = facts(capability)
+    done: list[CompiledKernel] = []
+    run = JITFunction.run
+
+    def only_compile(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        shared, problem = 0, ""
+        try:
+            shared = run(kernel, *args, grid=grid, warmup=True, **kwargs).metadata.shared
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if shared > device.shared_bytes:
+            problem = f"{shared} bytes of shared memory, and a program may have {device.shared_bytes}"
+        if problem:
+            sizes = {name: value for name, value in kwargs.items() if isinstance(value, (int, str))}
+            problem = f"{problem} ({sizes})"
+        done.append(CompiledKernel(name=kernel.__name__, shared=shared, problem=problem))
+
+    properties = SimpleNamespace(multi_processor_count=device.num_sms)
+    for cached in (launch.is_hopper, launch.num_sms, gemm.choose, moe.choose):
+        cached.cache_clear()
+    driver.set_active(_Driver(GPUTarget("cuda", capability, 32)))
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(JITFunction, "run", only_compile))
+        patches.enter_context(patch.object(torch.cuda, "get_device_capability", lambda *_: device.capability))
+        patches.enter_context(patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
+        for module in (launch, gemm, moe, attention):
+            patches.enter_context(patch.object(module, "device_facts", lambda: device))
+        yield done
+
+
+def compile_all(device: DeviceFacts) -> None:
+    """Launch every kernel of a step, with the sizes of common models."""
+    for part in (_gemms, _batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights):
+        part(device)
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _gemms(device: DeviceFacts) -> None:
+    """Compile the candidates of the GEMMs of Qwen3-4B."""
+    for rows in ROWS:
+        for size, depth, kind in KINDS:
+            if kind == "gated" and rows > MAX_GATED_ROWS:
+                continue
+            weight = _bf16(256, depth)  # only as many rows as any tile has
+            shape = GemmShape(rows, size, depth, kind)
+            for plan in candidates([shape], device)[shape][:4]:
+                gemm.run(plan, _bf16(rows, depth), weight, None, torch.bfloat16, gated=kind == "gated")
+
+
+def _batch_invariant(device: DeviceFacts) -> None:
+    """Compile the GEMMs of deterministic mode."""
+    for rows in (1, 32, 64, 256, 8192):
+        for size in (1024, 24576):
+            TritonBatchInvariantGemm(_bf16(size, 1024), torch.bfloat16)(_bf16(rows, 1024), None)
+
+
+def _small(device: DeviceFacts) -> None:
+    """Compile the norms, the activation, and what prepares a step's inputs."""
+    heads, kv_heads, dim, size = 32, 8, 128, 4096
+    for rows in (1, 64, 4096):
+        norm.add_rms_norm(_bf16(rows, size), _bf16(rows, size), _bf16(size), 1e-6)
+        if rows <= 64:
+            norm.add_rms_norm(torch.empty(4, rows, size), _bf16(rows, size), _bf16(size), 1e-6)
+        norm.qk_norm_rope_store(
+            _bf16(rows, (heads + 2 * kv_heads) * dim),
+            torch.empty(heads + kv_heads, dim),
+            1e-6,
+            *(_bf16(rows, 1, dim) for _ in range(2)),
+            _int32(rows),
+            torch.zeros(rows, dtype=torch.int64),
+            *(_bf16(1024, kv_heads, dim) for _ in range(2)),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+        )
+        gate_up_silu.silu_mul(_bf16(rows, 2 * size), torch.bfloat16)
+        step_inputs.embed(torch.zeros(rows, dtype=torch.int64), _bf16(100, size), 0)
+        step_inputs.gather_inputs(
+            _int32(rows), _int32(rows), _int32(8, 64), _int32(8, 4), page_size=64, page_rows=128
+        )
+    if device.has_tma:  # other devices never take it
+        gate_up_silu.run_large_m(_bf16(4096, 1024), _bf16(6144, 1024))
+    step_inputs.scatter(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), 8)
+
+
+def _attention(device: DeviceFacts) -> None:
+    """Compile decode and prefill, also batch-invariant, for heads of 64 and 128."""
+    kinds = attention.TritonAttention, attention.TritonInvariantAttention
+    for dim, page_size, kind in itertools.product((64, 128), (16, 64), kinds):
+        shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=dim, scale=dim**-0.5)
+        sizes = KVShape(
+            num_pages=8, num_layers=1, page_size=page_size, num_kv_heads=8, head_dim=dim, dtype=torch.bfloat16
+        )
+        pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device("cpu")))
+        backend = kind(shape, pool)
+        for count, q_len in ((1, 1), (32, 1), (1, 64), (1, 2048)):
+            table = PageTable(
+                max_running=count,
+                max_seq_len=4096,
+                page_size=page_size,
+                scratch_page=pool.scratch_page,
+                device=torch.device("cpu"),
+            )
+            ctx = Context.build(
+                input_ids=torch.zeros(count * q_len, dtype=torch.int64),
+                slots=range(count),
+                q_lens=[q_len] * count,
+                kv_lens=[q_len] * count,
+                num_decode=count if q_len == 1 else 0,
+                page_table=table,
+                kv=pool,
+                backend=backend,
+            )
+            backend.prepare(ctx)
+            backend.forward(_bf16(count * q_len, 32, dim), None, None, 0, ctx)
+
+
+def _experts(device: DeviceFacts) -> None:
+    """Compile the experts of Qwen3-30B-A3B's shape, with few experts."""
+    num_experts, per_token, size, hidden = 16, 8, 768, 2048
+    for tokens in (1, 8, 64, 4096):
+        weights, experts = moe_routing.route(
+            _bf16(tokens, num_experts), per_token, renormalise=True, num_unpadded=None
+        )
+        gate_up, down = _bf16(num_experts, 2 * size, hidden), _bf16(num_experts, hidden, size)
+        moe.run_experts(_bf16(tokens, hidden), gate_up, down, weights, experts)
+
+
+def _sampling(device: DeviceFacts) -> None:
+    """Compile sampling, with and without filters and log-probabilities."""
+    rows, vocab = 32, 151936
+    columns = {
+        "inverse_temperatures": torch.empty(rows),
+        "seeds": torch.zeros(rows, dtype=torch.int64),
+        "ring": _int32(4, rows),
+        "ring_index": _int32(1),
+        "token_pool": _int32(rows, 64),
+        "num_top": torch.zeros(rows, dtype=torch.int64),
+        "logprob_ring": torch.empty(4, rows),
+    }
+    logits = torch.empty(rows, vocab)
+    filters = torch.zeros(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
+    for given in (None, filters):
+        sampling.sample_plain(logits, _int32(rows), _int32(rows), **columns, filters=given)
+    sampling.log_sum_exp(logits)
+
+
+def _ranks(device: DeviceFacts) -> None:
+    """Compile the all-reduce with its norm, and shared sampling, for two ranks."""
+    groups = SimpleNamespace(
+        tp=SimpleNamespace(size=2, rank=0), share=lambda device, num_bytes: ([0] * 2, None)
+    )
+    reduce = all_reduce.OneShotAllReduce(groups, torch.device("cpu"), 4096, 64)  # type: ignore[arg-type]
+    for rows in (1, 64):
+        reduce.add_rms_norm(_bf16(rows, 4096), _bf16(rows, 4096), _bf16(4096), 1e-6)
+    shard = sampling.VocabShard(reduce, 0, 151936)
+    count = 8
+    sampling.sample_plain(
+        torch.empty(count, 75968),
+        *(_int32(count), _int32(count)),
+        inverse_temperatures=torch.empty(count),
+        seeds=torch.zeros(count, dtype=torch.int64),
+        ring=_int32(4, count),
+        ring_index=_int32(1),
+        part=shard,
+    )
+
+
+def _weights(device: DeviceFacts) -> None:
+    """Compile the copies of weights and pages."""
+    pair = torch.zeros(1024), torch.zeros(1024)
+    grouped_copy.GroupedCopy([pair])()
+    grouped_copy.are_finite([_bf16(1024)], torch.bfloat16)
+    pages = torch.zeros(2, 4, dtype=torch.int64)
+    page_slices.copy_slices(1 << 40, 1 << 41, pages, num_rows=8, source_row=1024, target_row=1024, run=512)
+
+
+def main() -> int:
+    """Print one line per compute capability; the exit code is 1 if a kernel does not compile."""
+    lines, problems = [], []
+    for capability in map(int, sys.argv[1:] or map(str, DEVICES)):
+        began = time.monotonic()
+        with compiling_for(capability) as done:
+            compile_all(facts(capability))
+        worst = max(done, key=lambda each: each.shared)
+        lines.append(
+            [
+                f"sm_{capability}",
+                f"{len({each.name for each in done})}",
+                f"{len(done)}",
+                f"{sum(bool(each.problem) for each in done)}",
+                f"{worst.shared / 1024:.0f} KiB, {worst.name}",
+                f"{time.monotonic() - began:.0f}",
+            ]
+        )
+        problems += [f"sm_{capability} {each.name}: {each.problem}" for each in done if each.problem]
+    header = ["", "kernels", "launches", "do not compile", "most shared memory", "s"]
+    report.show("compiled, not run", header, lines)
+    print("\n".join(dict.fromkeys(problems)))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The GEMMs and experts of a model by their weights, as the search for their plans needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segue.kernels.gemm_plan import GemmShape, Kind, row_buckets
+from segue.kernels.moe_plan import MoEShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGemm:
+    """One GEMM of a model, which several layers have: their weights are timed in turns."""
+
+    weights: Sequence[Tensor]  # [N, K] each
+    bias: Tensor | None  # [N], of the first of them
+    kind: Kind
+    dtype: torch.dtype  # of a whole result
+    first_rows: int  # the least number of rows for which the model asks for this kind
+    last_rows: int  # the greatest
+
+    def shapes(self) -> list[GemmShape]:
+        """Returns its shapes: one per number of rows up to which a plan serves."""
+        size, depth = self.weights[0].shape
+        buckets = row_buckets(self.first_rows, self.last_rows)
+        return [GemmShape(rows, size, depth, self.kind) for rows in buckets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelExperts:
+    """The experts of a model's layers: their weights are timed in turns."""
+
+    weights: Sequence[tuple[Tensor, Tensor]]  # gate and up [E, 2 * I, H], and down [E, H, I], of each layer
+    per_token: int
+
+    @property
+    def shape(self) -> MoEShape:
+        """Their shape."""
+        num_experts, hidden, size = self.weights[0][1].shape
+        return MoEShape(num_experts, self.per_token, size, hidden)

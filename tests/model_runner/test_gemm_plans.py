@@ -1,0 +1,208 @@
+"""Which GEMMs of a model get plans, and that all ranks use the same ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from segue.checkpoint.bundled import CONFIG
+from segue.config import EngineConfig
+from segue.distributed.collectives import Collectives
+from segue.distributed.groups import TPGroups
+from segue.distributed.info import TPInfo
+from segue.kernels.gemm_plan import ROWS, DeviceFacts
+from segue.kernels.plan_store import PlanCache, Plans
+from segue.model_runner.gemm_plans import model_gemms, plan_gemms, share
+from segue.models.config import ModelConfig
+from segue.models.decoder import build_model
+from tests.kernels.test_gemm_plan import H200
+
+SMOLLM2 = ModelConfig.from_hf(CONFIG)
+
+
+class FusedAllReduce:
+    max_rows = 100
+
+
+def gemms(collectives: Collectives | None = None, **changes: Any) -> dict[tuple[Any, ...], Any]:
+    """The GEMMs by N, K and kind."""
+    config = ModelConfig.from_hf(CONFIG | changes)
+    found = model_gemms(build_model(config, dtype=torch.bfloat16, collectives=collectives))
+    by_name = {(*gemm.weights[0].shape, gemm.kind): gemm for gemm in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def rows_of(found: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], list[int]]:
+    return {name: [shape.rows for shape in gemm.shapes()] for name, gemm in found.items()}
+
+
+def test_the_gemms_of_a_dense_model() -> None:
+    found = gemms()
+    assert rows_of(found) == {
+        (960, 576, "split"): list(ROWS),
+        (576, 576, "split"): list(ROWS),
+        (3072, 576, "gated"): [1, 8, 16, 32, 64],
+        (3072, 576, "split"): [96, 128, 192, 256],
+        (576, 1536, "split"): list(ROWS),
+        (49152, 576, "whole"): list(ROWS),
+    }
+    assert {len(gemm.weights) for gemm in found.values()} == {30, 1}  # layers are timed in turns
+    head = found[49152, 576, "whole"]
+    assert head.dtype == torch.float32
+    assert found[960, 576, "split"].dtype == torch.bfloat16
+
+
+def test_ranks_sum_partials_of_few_rows_only() -> None:
+    """The fused all-reduce adds split-K partials up, and NCCL does not."""
+    collectives = Collectives(TPInfo(rank=1, size=3))
+    found = rows_of(gemms(collectives))
+    assert found[576, 192, "whole"] == list(ROWS)
+    assert (576, 192, "split") not in found
+    collectives.fused_all_reduce = FusedAllReduce()  # type: ignore[assignment]
+    found = rows_of(gemms(collectives))
+    assert found[576, 192, "split"] == [1, 8, 16, 32, 64, 96, 128]
+    assert found[576, 192, "whole"] == [128, 192, 256]
+
+
+def test_a_gate_up_gemm_with_a_bias_is_never_gated() -> None:
+    found = gemms(mlp_bias=True)
+    assert (3072, 576, "gated") not in found
+    assert rows_of(found)[3072, 576, "split"] == list(ROWS)
+    assert found[3072, 576, "split"].bias is not None
+
+
+def test_weights_that_are_packed_get_no_plans() -> None:
+    """That is so on a CPU, and in deterministic mode."""
+    model = build_model(SMOLLM2, dtype=torch.bfloat16)
+    for layer in model.layers:
+        layer.attn.qkv.packed = layer.attn.o.packed = layer.mlp.gate_up.packed = layer.mlp.down.packed = (
+            object()
+        )
+    assert [gemm.kind for gemm in model_gemms(model)] == ["whole"]
+
+
+# The control flow of a start, with a search that is not the real one: that needs Triton and a GPU.
+
+PLANS: Plans = {"4096x4096": {"8": {"split": {"tma": True}, "whole": None}}}
+
+
+class Search:
+    """Stands for `kernels.triton.plan_timing`: finds PLANS, unless the cache has them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.timed = 0
+        self.used: list[Plans] = []
+        launch = SimpleNamespace(device_facts=lambda: H200)
+        for name, module in {
+            "triton": SimpleNamespace(__version__="3.6"),
+            "segue.kernels.triton.launch": launch,
+            "segue.kernels.triton.plan_timing": self,
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+
+    def plan_tasks(self, gemms: Sequence[Any], known: Plans, device: DeviceFacts) -> list[str]:
+        assert gemms and device is H200
+        return [] if known else ["a task"]
+
+    def find_plans(self, gemms: Sequence[Any], cache: PlanCache) -> tuple[Plans, str]:
+        self.timed += 1
+        return cache.add(PLANS), "1 of 1 timed"
+
+    def use_plans(self, plans: Plans) -> None:
+        self.used.append(plans)
+
+
+@pytest.fixture
+def search(monkeypatch) -> Search:
+    return Search(monkeypatch)
+
+
+def plan(tmp_path: Path, groups: TPGroups | None = None, *, may_time: bool = True, **options: Any) -> str:
+    config = EngineConfig.create(**{"cache_dir": str(tmp_path), "gemm_plans": "auto"} | options)
+    model = build_model(SMOLLM2, dtype=torch.bfloat16)
+    return plan_gemms(config, model, groups or TPGroups(TPInfo(), Collectives()), may_time=may_time)
+
+
+def test_only_the_first_start_times_plans(search, tmp_path) -> None:
+    assert plan(tmp_path) == "1 of 1 timed"
+    assert plan(tmp_path) == "all are stored or cached"
+    assert search.timed == 1
+    assert search.used == [PLANS, PLANS]
+
+
+def test_beside_an_engine_that_may_serve_nothing_is_timed(search, tmp_path) -> None:
+    assert "another engine" in plan(tmp_path, may_time=False)
+    assert (search.timed, search.used) == (0, [{}])
+    plan(tmp_path)
+    assert plan(tmp_path, may_time=False) == "all are stored or cached"
+    assert search.used[-1] == PLANS
+
+
+def test_stored_plans_alone(search, tmp_path) -> None:
+    assert "--gemm-plans" in plan(tmp_path, gemm_plans="stored")
+    assert (search.timed, search.used) == (0, [])
+
+
+def test_only_rank_0_times_plans(search, tmp_path) -> None:
+    ranks = Ranks()
+    texts: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        texts[rank] = plan(tmp_path, ranks.groups(rank))
+
+    in_threads(run)
+    assert texts == {0: "1 of 1 timed", 1: "those of rank 0"}
+    assert search.timed == 1
+    assert search.used == [PLANS, PLANS]
+
+
+class Ranks:
+    """Gathers what two ranks give, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.barrier = Barrier(2, timeout=20)
+        self.given: dict[int, list[int]] = {}
+
+    def groups(self, rank: int) -> TPGroups:
+        ranks = self
+
+        class Groups(TPGroups):
+            def all_gather(self, values: Any) -> list[list[int]]:
+                ranks.given[rank] = list(values)
+                ranks.barrier.wait()
+                gathered = [ranks.given[0], ranks.given[1]]
+                ranks.barrier.wait()
+                assert len({len(part) for part in gathered}) == 1
+                return gathered
+
+        tp = TPInfo(rank=rank, size=2)
+        return Groups(tp, Collectives(tp))
+
+
+def in_threads(run: Callable[[int], None]) -> None:
+    """Run both ranks, each in a thread of its own."""
+    threads = [Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+
+@pytest.mark.parametrize("plans", [{}, PLANS])
+def test_all_ranks_get_the_plans_of_rank_0(plans) -> None:
+    ranks = Ranks()
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        found[rank] = share(plans if rank == 0 else {"ignored": {}}, ranks.groups(rank))
+
+    in_threads(run)
+    assert found == {0: plans, 1: plans}
