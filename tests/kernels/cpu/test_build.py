@@ -60,6 +60,18 @@ def test_a_user_without_a_home_has_no_kernels(compiler: pytest.MonkeyPatch) -> N
     assert "home directory" in found.why_not and "set XDG_CACHE_HOME" in found.why_not
 
 
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    compiler: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "compile").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo done > "$2"\n')
+    (tmp_path / "compile").chmod(0o755)
+    compiler.setenv("CXX", str(tmp_path / "compile"))
+    target, synced = tmp_path / "made" / build._file_name(), list[bool]()
+    compiler.setattr(build.os, "fsync", lambda _: synced.append(target.exists()))
+    assert build.compile_into(target.parent) == target and target.read_text() == "done\n"
+    assert synced == [False]
+
+
 def test_another_cpu_has_no_kernels(compiler: pytest.MonkeyPatch) -> None:
     compiler.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert build.kernels.__wrapped__().why_not == "the CPU has no AVX512-BF16"

@@ -1,8 +1,8 @@
 """Builds and loads the kernels, `kernels.cpp`.
 
 They are compiled once per version of their source, in a few seconds, into the user's cache. The compiler is
-`$CXX`, a command with or without options, or else `c++`. Without one, or on another CPU, the engine uses torch's operators. For an image,
-`python -m segue.kernels.cpu.build` compiles them into the installed package.
+`$CXX`, a command with or without options, or else `c++`. Without one, or on another CPU, the engine uses
+torch's operators. For an image, `python -m segue.kernels.cpu.build` compiles them into the installed package.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def compile_into(directory: Path) -> Path:
     with TemporaryDirectory(prefix=".cpu-", dir=directory) as temporary:
         made = Path(temporary) / target.name
         _run([*compiler, *_FLAGS, "-o", str(made), str(SOURCE)])
+        with made.open("rb") as file:
+            os.fsync(file.fileno())  # or a crash may leave a shorter file, and to load that ends the process
         made.replace(target)
     return target
 
