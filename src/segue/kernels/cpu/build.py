@@ -60,7 +60,7 @@ def kernels() -> Kernels:
     try:
         library = _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = str(error)
+        reason = str(error).rstrip(".")
         if not isinstance(error, subprocess.SubprocessError):
             reason += "; set XDG_CACHE_HOME to a directory whose files can be written and executed"
         logger.warning("the CPU's kernels are not used, so steps take up to twice as long: %s", reason)

@@ -26,7 +26,7 @@ inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __mmask16 first16(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 inline __mmask32 first32(int64_t n) { return n >= 32 ? 0xffffffffu : (__mmask32)((1u << n) - 1); }
 
-// Returns e**x; x may be -inf. Relative error below 2e-7.
+// Returns e**x; x may be -inf. Relative error below 3e-7.
 inline __m512 exp_ps(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order, NaN stays NaN
     __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
