@@ -60,7 +60,19 @@ def test_groups_of_any_size(kv_heads: int, group: int) -> None:
     case([1, 1, 20], [9, 400, 150], 2, kv_heads=kv_heads, group=group).check()
 
 
-def test_a_nan_in_a_visible_value_is_not_hidden() -> None:
+@pytest.mark.parametrize("num_decode", [0, 1])
+def test_keys_whose_scores_are_minus_infinity_have_no_weight(num_decode: int) -> None:
+    extreme = case([1, 40], [600, 600], num_decode)
+    for row in range(2):
+        extreme.queries[row][..., 0] = 1.0
+        extreme.keys[row][:300, :, 0] = float("-inf")  # more than a block of keys
+        slots = extreme.ctx.page_table.kv_slots(torch.full((600,), row), torch.arange(600))
+        rows = extreme.ctx.kv.token_rows(slots)
+        extreme.ctx.kv.write(extreme.layer, rows, extreme.keys[row], extreme.values[row])
+    extreme.check()
+
+
+def test_a_nan_in_a_query_stays_in_its_head() -> None:
     poisoned = case([1, 4], [20, 30], 1)
     poisoned.queries[0][0, 0, 0] = float("nan")
     output = poisoned.run()

@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 
 from segue.errors import ConfigError
-from segue.kernels.batch_invariant import cancelling_inputs
-from segue.layers.moe_backend import run_by_expert, run_expert_batch_invariant, select
+from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling_inputs
+from segue.kernels.cpu.build import kernels
+from segue.layers.moe_backend import run_by_expert, run_expert, run_expert_batch_invariant, select
 
 
 def test_the_torch_backend_agrees_with_a_loop_over_tokens() -> None:
@@ -38,6 +39,22 @@ def test_batch_invariant_experts_give_a_token_the_same_bits_in_any_batch() -> No
     expected = run_expert_batch_invariant(rows, gate_up * 1e6, down)
     for count in (1, 2, 3, 5, 9, 15):
         assert torch.equal(run_expert_batch_invariant(rows[:count], gate_up * 1e6, down), expected[:count])
+
+
+@pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
+def test_batch_invariant_experts_use_the_cpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(BatchInvariantGemm, "from_weight")  # it tests the GEMMs of every shape
+    torch.manual_seed(0)
+    rows, gate_up = cancelling_inputs(70, 64, 2 * 33, torch.bfloat16)
+    gate_up, down = gate_up + 0.1, torch.randn(64, 33).to(torch.bfloat16)
+    expected = run_expert_batch_invariant(rows, gate_up, down)
+    gate, up = F.linear(rows.double(), gate_up.double()).chunk(2, -1)
+    torch.testing.assert_close(
+        expected.double(), F.linear(F.silu(gate) * up, down.double()), atol=0.2, rtol=2e-2
+    )
+    for count in (1, 2, 3, 5, 17, 64):
+        assert torch.equal(run_expert_batch_invariant(rows[:count], gate_up, down), expected[:count])
+    assert torch.equal(run_expert(rows[:16], gate_up, down), expected[:16]), "few rows, in any mode"
 
 
 def test_auto_takes_triton_on_cuda_and_torch_on_the_cpu() -> None:

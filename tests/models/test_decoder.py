@@ -92,6 +92,18 @@ def test_logits_indices_select_the_same_logits(family: str) -> None:
     assert_equal(got, torch.stack([first[-1], second[3], first[2]]))
 
 
+@pytest.mark.parametrize("head_dim", [80, 96])  # on a CPU with kernels of its own, they serve the second one
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_gives_nearly_the_logits_of_transformers(family: str, head_dim: int) -> None:
+    options = {**FAMILIES[family][1], "head_dim": head_dim, "initializer_range": 0.05}
+    model = hf_model(FAMILIES[family][0], **options).bfloat16().float()
+    batch = Batch(our_model(model, dtype=torch.bfloat16), page_size=3, num_sequences=2)
+    ids, other = PROMPTS[:2]
+    got = [batch.step({0: ids[:7], 1: other})[:7], batch.step({0: ids[7:8], 1: [3]})[:1]]
+    got.append(batch.step({1: [5], 0: ids[8:]})[1:])
+    torch.testing.assert_close(torch.cat(got), expected(model, ids), atol=0.04, rtol=0)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_scaling_gives_the_logits_of_transformers(rope: str) -> None:
     model = hf_model("LlamaForCausalLM", rope_parameters=ROPES[rope])

@@ -8,15 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from msgspec import structs
 
 from segue.config import EngineConfig
 from segue.disagg import lease_machine, leases
 from segue.disagg.lease import LeaseState
 from segue.errors import ConfigError
+from segue.kernels.cpu import ops as cpu
 from segue.messages.kv import (
     BanWriters,
     ConnectPeer,
@@ -417,3 +420,16 @@ def test_a_connection_that_opens_behind_a_change_of_the_role_is_closed(
     assert not decode.machine.peers.open
     decode.said = hello("decode", ranks=[RankAddress("/run/decode", "", [TransportOffer("shm", b"")])])
     connect(prefill, decode)
+
+
+def test_workers_with_and_without_the_cpus_kernels_have_other_numerics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.bfloat16, attention_backend="cpu-invariant"
+    )
+    found = []
+    for is_usable in (True, False):
+        monkeypatch.setattr(cpu, "usable", lambda _, is_usable=is_usable: is_usable)
+        found.append(kv_links._device_numerics(runner))
+    assert found[0] != found[1]

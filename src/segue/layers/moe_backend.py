@@ -14,6 +14,7 @@ from torch import Tensor
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm
+from segue.kernels.cpu import ops as cpu
 from segue.kernels.ops import Plain, silu_mul
 
 
@@ -46,14 +47,24 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
     `gate_up` is `[2 * I, H]`, gate rows first, and `down` `[H, I]`.
     """
+    if cpu.usable(x) and len(x) <= cpu.MAX_ROWS:
+        return _run_expert_cpu(x, gate_up, down)
     return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
+
+
+def _run_expert_cpu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`run_expert` by the CPU's own kernels, which are batch-invariant."""
+    return cpu.gemm(cpu.gate_up_silu(x, gate_up), down, None, x.dtype)
 
 
 def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Batch-invariant `run_expert`, for CPUs.
 
-    The sizes that the GEMMs may have are found once per shape of a weight, so that making them here is cheap.
+    Without the CPU's own kernels, the sizes that the GEMMs may have are found once per shape of a weight, so
+    that making them here is cheap.
     """
+    if cpu.usable(x):
+        return _run_expert_cpu(x, gate_up, down)
     gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
     return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
 

@@ -77,6 +77,7 @@ class Attention(Layer):
         `[T, heads, head_dim]`.
         """
         heads = self.num_heads + self.num_kv_heads
+        assert self.q_norm is None or self.qk_weight is not None, "build_derived comes first"
         if cpu.usable(qkv) and self.head_dim % 32 == 0:
             cpu.norm_rope_store(
                 qkv,
@@ -94,8 +95,7 @@ class Attention(Layer):
             return qkv[:, : self.num_heads], qkv[:, self.num_heads : heads], qkv[:, heads:]
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         qk = qkv[:, :heads]
-        if self.q_norm is not None:
-            assert self.qk_weight is not None, "build_derived comes first"
+        if self.qk_weight is not None:
             qk = rms_norm(qk, self.qk_weight, self.eps)
         qk = rotate(qk, *angles)
         query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]

@@ -24,6 +24,7 @@ from segue.disagg.links import Links
 from segue.disagg.machine import TransferMachine
 from segue.errors import ConfigError, KVProtocolError
 from segue.host import boot_id
+from segue.kernels.cpu import ops as cpu
 from segue.logs import logger
 from segue.messages.fleet import Role
 from segue.messages.kv import Hello, Pools, RankAddress
@@ -258,7 +259,8 @@ def _device_numerics(runner: ModelRunner) -> list[object]:
     """Returns what decides the bits of results besides torch and the number of ranks."""
     if runner.device.type == "cpu":
         backend = torch.backends.cpu
-        return [backend.get_cpu_capability(), torch.get_num_threads(), runner.attention_backend]
+        gemm = "own" if cpu.usable(torch.empty(0, dtype=runner.dtype)) else "torch"
+        return [backend.get_cpu_capability(), torch.get_num_threads(), runner.attention_backend, gemm]
     properties = torch.cuda.get_device_properties(runner.device)
     capability = f"{properties.major}.{properties.minor}"
     return [properties.name, capability, torch.version.cuda, _version("triton"), runner.attention_backend]

@@ -20,7 +20,14 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [("no-such-compiler", "install g++"), ("false", "exit status 1")]
+    ("command", "told"),
+    [
+        ("no-such-compiler", "install g++"),
+        (" ", "install g++"),
+        ("false", "exit status 1"),
+        ("sh -c 'echo full >&2; exit 1'", "built: full"),
+        ("sh -c 'kill -9 $$'", "SIGKILL"),
+    ],
 )
 def test_without_a_compiler_there_are_no_kernels(
     compiler: pytest.MonkeyPatch, command: str, told: str, caplog: pytest.LogCaptureFixture
@@ -31,14 +38,54 @@ def test_without_a_compiler_there_are_no_kernels(
     assert "up to twice as long" in caplog.text
 
 
+def test_a_compiler_that_hangs_is_named(compiler: pytest.MonkeyPatch) -> None:
+    compiler.setenv("CXX", "sh -c 'echo wait >&2; exec sleep 60'")
+    compiler.setattr(build, "_COMPILE_S", 0.2)
+    assert "sh did not end within 0.2 s; set CXX" in build.kernels.__wrapped__().why_not
+
+
+def test_a_cache_that_cannot_be_written_is_named(compiler: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "segue").touch()  # where a directory should be
+    found = build.kernels.__wrapped__()
+    assert str(tmp_path) in found.why_not and "set XDG_CACHE_HOME" in found.why_not
+
+
+def test_a_user_without_a_home_has_no_kernels(compiler: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    compiler.delenv("XDG_CACHE_HOME")
+    compiler.setattr(Path, "home", home)
+    found = build.kernels.__wrapped__()
+    assert "home directory" in found.why_not and "set XDG_CACHE_HOME" in found.why_not
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    compiler: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "compile").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo done > "$2"\n')
+    (tmp_path / "compile").chmod(0o755)
+    compiler.setenv("CXX", str(tmp_path / "compile"))
+    target, synced = tmp_path / "made" / build._file_name(), list[bool]()
+    compiler.setattr(build.os, "fsync", lambda _: synced.append(target.exists()))
+    assert build.compile_into(target.parent) == target and target.read_text() == "done\n"
+    assert synced == [False]
+
+
 def test_another_cpu_has_no_kernels(compiler: pytest.MonkeyPatch) -> None:
     compiler.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert build.kernels.__wrapped__().why_not == "the CPU has no AVX512-BF16"
 
 
 @pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
-def test_the_kernels_are_compiled_once(compiler: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_kernels_are_compiled_once_and_again_if_the_file_is_damaged(
+    compiler: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = tmp_path / "segue" / "kernels" / build._file_name()
+    made.parent.mkdir(parents=True)
+    made.touch()  # as a crash of the machine may leave it
+    compiler.setenv("CXX", "c++ -O0")  # which takes less time
     assert build.kernels.__wrapped__().library is not None
-    (made,) = (tmp_path / "segue" / "kernels").iterdir()
+    assert [*made.parent.iterdir()] == [made]
     compiler.setenv("CXX", "no-such-compiler")
     assert build.kernels.__wrapped__().library._name == str(made)

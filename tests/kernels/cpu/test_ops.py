@@ -111,6 +111,11 @@ def test_norm_rope_and_store(heads: int, kv_heads: int, dim: int, norm: bool) ->
         assert torch.equal(keys[others], before[0][others]) and torch.equal(values[others], before[1][others])
 
 
+def test_the_weight_of_a_norm_is_float32() -> None:
+    with pytest.raises(AssertionError, match="build_derived"):
+        ops.add_rms_norm(normal(2, 64), None, normal(64), 1e-5)
+
+
 def test_the_sum_of_a_norm_is_the_next_residual() -> None:
     for rows, size in ((1, 576), (40, 576), (3, 50)):
         x, residual, weight = normal(rows, size), normal(rows, size), torch.rand(size)

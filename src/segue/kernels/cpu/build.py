@@ -1,8 +1,8 @@
 """Builds and loads the kernels, `kernels.cpp`.
 
 They are compiled once per version of their source, in a few seconds, into the user's cache. The compiler is
-`$CXX`, or else `c++`. Without one, or on another CPU, the engine uses torch's operators. For an image,
-`python -m segue.kernels.cpu.build` compiles them into the installed package.
+`$CXX`, a command with or without options, or else `c++`. Without one, or on another CPU, the engine uses
+torch's operators. For an image, `python -m segue.kernels.cpu.build` compiles them into the installed package.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -56,9 +58,11 @@ def kernels() -> Kernels:
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
         return Kernels(why_not="the CPU has no AVX512-BF16")
     try:
-        library = ctypes.CDLL(str(_find()))
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = str(getattr(error, "stderr", None) or error).strip()[-500:]
+        library = _load()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = str(error).rstrip(".")
+        if not isinstance(error, subprocess.SubprocessError):
+            reason += "; set XDG_CACHE_HOME to a directory whose files can be written and executed"
         logger.warning("the CPU's kernels are not used, so steps take up to twice as long: %s", reason)
         return Kernels(why_not=f"the CPU's kernels cannot be built: {reason}")
     for name, arguments in _ARGUMENTS.items():
@@ -73,42 +77,66 @@ def _file_name() -> str:
     return f"cpu-{digest}.so"
 
 
-def _find() -> Path:
-    """Return the library beside its source, as in an image, or else in the user's cache, made if need be.
+def _load() -> ctypes.CDLL:
+    """Load the library beside its source, as in an image, or else the one in the user's cache.
+
+    If neither can be loaded, it is compiled into the cache: it may be missing, damaged, or made for a newer C
+    library, on a machine that shares the cache.
 
     Raises:
-        OSError: there is no compiler, or the cache cannot be written.
-        subprocess.SubprocessError: the compiler failed.
+        OSError: the cache cannot be written, or its files cannot be executed.
+        RuntimeError: the user has no home directory.
+        subprocess.SubprocessError: there is no compiler, or it failed.
     """
+    with suppress(OSError):
+        return ctypes.CDLL(str(SOURCE.parent / _file_name()))
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(cache_home) / "segue" / "kernels"
-    for each in (SOURCE.parent, directory):
-        if (each / _file_name()).exists():
-            return each / _file_name()
-    return compile_into(directory)
+    with suppress(OSError):
+        return ctypes.CDLL(str(directory / _file_name()))
+    return ctypes.CDLL(str(compile_into(directory)))
 
 
 def compile_into(directory: Path) -> Path:
     """Compile the kernels into `directory`, and return the file.
 
     Raises:
-        OSError: there is no compiler, or the directory cannot be written.
-        subprocess.SubprocessError: the compiler failed.
+        OSError: the directory cannot be written.
+        subprocess.SubprocessError: there is no compiler, or it failed.
     """
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler) is None:
-        raise FileNotFoundError(
-            f"there is no C++ compiler {compiler!r}; install g++, or set CXX to another one"
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if not compiler or shutil.which(compiler[0]) is None:
+        raise subprocess.SubprocessError(
+            f"there is no C++ compiler {shlex.join(compiler)!r}; install g++, or set CXX to another one"
         )
-    logger.info("compiling the CPU's kernels with %s, once", compiler)
+    logger.info("compiling the CPU's kernels with %s, once", shlex.join(compiler))
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / _file_name()
     with TemporaryDirectory(prefix=".cpu-", dir=directory) as temporary:
         made = Path(temporary) / target.name
-        command = [compiler, *_FLAGS, "-o", str(made), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        _run([*compiler, *_FLAGS, "-o", str(made), str(SOURCE)])
+        with made.open("rb") as file:
+            os.fsync(file.fileno())  # or a crash may leave a shorter file, and to load that ends the process
         made.replace(target)
     return target
+
+
+def _run(command: list[str]) -> None:
+    """Run the compiler.
+
+    Raises:
+        subprocess.SubprocessError: it failed; says why in its own words, or that it did not end.
+    """
+    try:
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise subprocess.SubprocessError(
+            f"{command[0]} did not end within {_COMPILE_S:g} s; set CXX to another compiler"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise subprocess.SubprocessError(error.stderr.strip()[-500:] or str(error)) from error
 
 
 if __name__ == "__main__":

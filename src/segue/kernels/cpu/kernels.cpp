@@ -26,7 +26,7 @@ inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __mmask16 first16(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 inline __mmask32 first32(int64_t n) { return n >= 32 ? 0xffffffffu : (__mmask32)((1u << n) - 1); }
 
-// Returns e**x; x may be -inf. Relative error below 2e-7.
+// Returns e**x; x may be -inf. Relative error below 3e-7.
 inline __m512 exp_ps(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // in this order, NaN stays NaN
     __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
@@ -129,19 +129,18 @@ inline void block(const Gemm& g, int64_t m, int64_t n, int64_t x_stride) {
     }
 }
 
-template <int N>
-inline void columns(const Gemm& g, int64_t n) {  // all rows of N columns
+inline void column(const Gemm& g, int64_t n) {  // all rows of one column
     int64_t m = 0;
-    for (; m + 4 <= g.rows; m += 4) block<4, N>(g, m, n, g.depth);
+    for (; m + 4 <= g.rows; m += 4) block<4, 1>(g, m, n, g.depth);
     switch (g.rows - m) {
         case 3:
-            block<3, N>(g, m, n, g.depth);
+            block<3, 1>(g, m, n, g.depth);
             break;
         case 2:
-            block<2, N>(g, m, n, g.depth);
+            block<2, 1>(g, m, n, g.depth);
             break;
         case 1:
-            block<1, N>(g, m, n, g.depth);
+            block<1, 1>(g, m, n, g.depth);
             break;
     }
 }
@@ -179,7 +178,7 @@ extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, 
                 }
             n = full;
         }
-        for (; n < end; n++) columns<1>(g, n);
+        for (; n < end; n++) column(g, n);
     }
 }
 
@@ -344,9 +343,9 @@ extern "C" void decode_attention(const bf16* query, int64_t q_stride, const bf16
                 float* w = weights.data() + g * kChunk;
                 __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
                 for (int64_t j = 0; j < count; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(w + j));
-                float m = _mm512_reduce_max_ps(most);
+                float m = _mm512_reduce_max_ps(most), shift = m == -INFINITY ? 0.0f : m;
                 for (int64_t j = 0; j < count; j += 16) {
-                    __m512 e = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(w + j), _mm512_set1_ps(m)));
+                    __m512 e = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(w + j), _mm512_set1_ps(shift)));
                     e = _mm512_maskz_mov_ps(first16(count - j), e);
                     sum = _mm512_add_ps(sum, e);
                     _mm512_storeu_ps(w + j, e);
@@ -404,10 +403,11 @@ namespace {
 
 constexpr int64_t kQueries = 64, kKeys = 256;  // of a block of prefill
 
-// Returns register `i` of the sum over `pairs` of a[pair] * b[pair][i], for 4 rows and 64 columns: `a` has
-// two bfloat16 numbers per pair, `b` has, per pair, two numbers of each of `stride` columns.
+// Sums of products of 4 rows by 64 columns: register `i` of a row has columns 16 * i to 16 * i + 15.
 struct Tile {
     __m512 acc[4][4];
+    // Adds the sum over `pairs`: per pair, a row of `a` has two bfloat16 numbers, and `b` two per column. The
+    // columns of register `i` begin at `b + i * b_column`.
     inline void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
                          int64_t pairs) {
         for (int64_t p = 0; p < pairs; p++) {
@@ -472,7 +472,7 @@ inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64
 }
 
 struct Heads {
-    int64_t heads, kv_heads, dim, page_size, page_rows;
+    int64_t heads, dim;
     float scale;
 };
 
@@ -536,12 +536,13 @@ struct Block {
             top = _mm512_mask_max_ps(top, first16(visible - j), top, _mm512_loadu_ps(row + j));
         float next = std::max(most[r], _mm512_reduce_max_ps(top) * s.scale);
         float shrink = next == -INFINITY ? 1.0f : std::exp(most[r] - next);
+        float shift = next == -INFINITY ? 0.0f : next;  // scores of -inf get weights of 0
         __m512 added = _mm512_setzero_ps();
         for (int64_t j = 0; j < num; j += 16) {
             __m512 e = _mm512_setzero_ps();
             if (j < visible) {
-                e = exp_ps(
-                    _mm512_fmsub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(s.scale), _mm512_set1_ps(next)));
+                e = exp_ps(_mm512_fmsub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(s.scale),
+                                           _mm512_set1_ps(shift)));
                 e = _mm512_maskz_mov_ps(first16(visible - j), e);
                 added = _mm512_add_ps(added, e);
             }
@@ -560,14 +561,14 @@ struct Block {
 }  // namespace
 
 // Sequences `first` to `last - 1`: the tokens of sequence i are q_starts[i] to q_starts[i + 1] - 1, the last
-// ones of its kv_lens[i] tokens. A query's bits depend on its own sequence up to its own token alone. dim is
-// a multiple of 64.
+// ones of its kv_lens[i] tokens. A query's bits depend on its own sequence up to its own token alone, as long
+// as the values of later tokens are finite: these have weights of 0. dim is a multiple of 64.
 extern "C" void prefill_attention(const bf16* query, int64_t q_stride, const bf16* keys, const bf16* values,
                                   const int32_t* table, int64_t table_stride, const int64_t* slots,
                                   const int32_t* q_starts, const int32_t* kv_lens, bf16* out, int64_t first,
                                   int64_t last, int64_t heads, int64_t kv_heads, int64_t dim,
                                   int64_t page_size, int64_t page_rows, float scale) {
-    Heads sizes{heads, kv_heads, dim, page_size, page_rows, scale};
+    Heads sizes{heads, dim, scale};
     int64_t width = kv_heads * dim, longest = 0;
     for (int64_t i = first; i < last; i++) longest = std::max<int64_t>(longest, (kv_lens[i] + 63) / 64 * 64);
     std::unique_ptr<bf16[]> packed_keys(new bf16[longest * width]), packed_values(new bf16[longest * width]);

@@ -89,6 +89,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     `weight` is float32 `[N]`. If `residual` is None, the sum is `x`.
     """
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
+    assert weight.dtype == torch.float32, "Layer.build_derived makes it"
     out = torch.empty_like(x)
     _library().add_rms_norm(
         x.data_ptr(),
