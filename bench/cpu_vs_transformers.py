@@ -46,8 +46,8 @@ class Measure:
 
 
 DECODE_1 = Measure(name="decode, batch 1", batch=1, bar=1.8)
-DECODE_16 = Measure(name="decode, batch 16", batch=16, bar=2.0)
-PREFILL = Measure(name=f"prefill {PREFILL_LEN}", batch=1, bar=1.3)
+DECODE_16 = Measure(name="decode, batch 16", batch=16, bar=2.1)
+PREFILL = Measure(name=f"prefill {PREFILL_LEN}", batch=1, bar=1.5)
 MEASURES = (DECODE_1, DECODE_16, PREFILL)
 
 
