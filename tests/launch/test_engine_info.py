@@ -18,7 +18,7 @@ def told(role: str, *, tp: int = 1, control_address: str | None = None) -> dict[
     manager = SimpleNamespace(
         role=role, control_address=control_address, ready=SimpleNamespace(limits=limits, dtype="bfloat16")
     )
-    source = SimpleNamespace(tokenizer_directory=None)
+    source = SimpleNamespace(tokenizer_directory=None, config=SimpleNamespace(quantization="fp8"))
     runtime: Any = SimpleNamespace(manager=manager, config=SimpleNamespace(tp=tp, model=None), source=source)
     return engine_info._as_sglang(runtime)
 
@@ -26,6 +26,7 @@ def told(role: str, *, tp: int = 1, control_address: str | None = None) -> dict[
 def test_every_rank_gets_weights() -> None:
     info = told("both", tp=4)
     assert (info["tp_size"], info["num_gpus"], info["pp_size"], info["dp_size"]) == (4, 4, 1, 1)
+    assert info["quantization"] == "fp8"
 
 
 @pytest.mark.parametrize(
