@@ -31,7 +31,6 @@ class ForeignWorker(FakeWorker):
 
     async def _route(self, exchange: Exchange) -> None:
         if exchange.path == "/health":
-            self.exchanges.remove(exchange)
             await exchange.whole(b"", self.health)
         else:
             await self._completes(exchange)
@@ -121,8 +120,7 @@ def test_another_router_has_the_routes_that_a_worker_of_its_own_has(path: str) -
             await until(lambda: entry.view is not None and entry.view.has_all_routes, "it has an engine")
             reply = await outer.http.post(path, json=BODY)
             assert (reply.status_code, reply.content) == (200, REPLY)
-            assert [each.path for each in engine.exchanges] == [path]
-            assert path not in {each.path for each in other.exchanges}, "but it is asked for its health"
+            assert len(engine.exchanges) == 1 and not other.exchanges
             await engine.die()
             await until(lambda: not inner.serves(engine), "the engine is lost")
             assert (await outer.http.post(path, json=BODY)).status_code == 503, "the engine may come back"
