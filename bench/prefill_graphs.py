@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import report
-from segue.checkpoint.source import resolve
+from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.messages.requests import AddRequest, SamplingParams, pack_ids
@@ -62,7 +62,7 @@ class Server:
         "grid alone" takes the other captured sizes away and allows any padding, so that each prompt uses the
         grid of prefill graphs.
         """
-        source = resolve(config.model, config.load_format, config.cache_dir, quantization=config.quantization)
+        source = resolve_model(config)
         self.max_padding = graphs.MAX_PADDING
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)

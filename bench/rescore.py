@@ -20,7 +20,7 @@ from torch import Tensor
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape, Context
 from segue.checkpoint.load import load_weights
-from segue.checkpoint.source import resolve
+from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.kvcache.page_table import PageTable
@@ -69,7 +69,7 @@ class Teacher:
 
     def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
         """Load the weights; if `weights` is given, round their values to that dtype."""
-        source = resolve(config.model, config.load_format, config.cache_dir, quantization=config.quantization)
+        source = resolve_model(config)
         tp = TPInfo()
         self._config, self._resolved = config, resolve_config(config, source, tp)
         device, dtype = self._resolved.device, self._resolved.dtype

@@ -40,13 +40,7 @@ class AVX512Attention(AttentionBackend):
     def _decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the decode rows: the first tokens of `query` and `output`, `[T, heads, head_dim]`."""
         self._library.decode_attention(
-            query.data_ptr(),
-            query.stride(0),
-            self._pool.key_rows[layer].data_ptr(),
-            self._pool.value_rows[layer].data_ptr(),
-            ctx.page_table.data.data_ptr(),
-            ctx.page_table.data.stride(0),
-            ctx.slots_device.data_ptr(),
+            *self._inputs(query, layer, ctx),
             ctx.kv_lens_device.data_ptr(),
             output.data_ptr(),
             ctx.num_decode,
@@ -57,13 +51,7 @@ class AVX512Attention(AttentionBackend):
     def _prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context, first: int) -> None:
         """Attend for the sequences from number `first` on, with any number of tokens each."""
         self._library.prefill_attention(
-            query.data_ptr(),
-            query.stride(0),
-            self._pool.key_rows[layer].data_ptr(),
-            self._pool.value_rows[layer].data_ptr(),
-            ctx.page_table.data.data_ptr(),
-            ctx.page_table.data.stride(0),
-            ctx.slots_device.data_ptr(),
+            *self._inputs(query, layer, ctx),
             ctx.cu_seqlens_q_device.data_ptr(),
             ctx.kv_lens_device.data_ptr(),
             output.data_ptr(),
@@ -71,6 +59,19 @@ class AVX512Attention(AttentionBackend):
             len(ctx.slots),
             *self._sizes,
             self._scale,
+        )
+
+    def _inputs(self, query: Tensor, layer: int, ctx: Context) -> tuple[int, ...]:
+        """Returns the first arguments of both kernels: the queries, the layer's pool and the page table."""
+        table = ctx.page_table.data
+        return (
+            query.data_ptr(),
+            query.stride(0),
+            self._pool.key_rows[layer].data_ptr(),
+            self._pool.value_rows[layer].data_ptr(),
+            table.data_ptr(),
+            table.stride(0),
+            ctx.slots_device.data_ptr(),
         )
 
 

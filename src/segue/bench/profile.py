@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from segue.checkpoint.source import resolve
+from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
@@ -59,13 +59,7 @@ class StepBench:
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp}: only one rank can be profiled; leave --tp out", param="tp")
         config = replace(config, disable_prefix_cache=True)  # so that every prompt is computed
-        source = resolve(
-            config.model,
-            config.load_format,
-            config.cache_dir,
-            revision=config.revision,
-            quantization=config.quantization,
-        )
+        source = resolve_model(config)
         self._model = source.config
         with TemporaryDirectory() as run_dir:
             self.runner = ModelRunner(config, source, TPInfo(), Path(run_dir), lambda *_: None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segue.checkpoint import bundled, hub, model_files
-from segue.config import LoadFormat, Quantization
+from segue.config import EngineConfig, LoadFormat, Quantization
 from segue.errors import ModelFileError
 from segue.models.config import ModelConfig
 
@@ -50,6 +50,17 @@ class ModelSource:
 def _digest(file: Path) -> str:
     """Returns the SHA-256 of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def resolve_model(config: EngineConfig) -> ModelSource:
+    """Find the model of an engine's options; see `resolve`."""
+    return resolve(
+        config.model,
+        config.load_format,
+        config.cache_dir,
+        revision=config.revision,
+        quantization=config.quantization,
+    )
 
 
 def resolve(

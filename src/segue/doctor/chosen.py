@@ -7,14 +7,14 @@ takes some hundred MB until this process ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from segue.attention import registry
 from segue.checkpoint import bundled
-from segue.checkpoint.source import ModelSource, resolve
+from segue.checkpoint.source import ModelSource, resolve_model
 from segue.config import EngineConfig
 from segue.disagg.transports.choice import kinds_to_offer, kinds_to_withhold
 from segue.distributed.groups import all_devices_have_peer_access
@@ -108,13 +108,7 @@ def find_model(config: EngineConfig) -> tuple[ModelSource, str]:
         return source, "the bundled model, because --model is left out"
     is_local = Path(config.model).expanduser().exists()
     load_format = config.load_format if is_local else "dummy"
-    source = resolve(
-        config.model,
-        load_format,
-        config.cache_dir,
-        revision=config.revision,
-        quantization=config.quantization,
-    )
+    source = resolve_model(replace(config, load_format=load_format))
     return source, (
         "--model names it" if is_local else "--model names it; weights of the hub are fetched at the start"
     )

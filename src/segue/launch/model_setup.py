@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from segue.checkpoint.source import ModelSource, read_json, resolve, tokenizer_files
+from segue.checkpoint.source import ModelSource, read_json, resolve_model, tokenizer_files
 from segue.config import EngineConfig
 from segue.errors import ConfigError, InvalidRequestError, ModelFileError
 from segue.frontend.sampling_options import RequestLimits, SamplingOptions
@@ -17,13 +17,7 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k")  # of generation_config.json
 
 def find_model(config: EngineConfig) -> ModelSource:
     """Find the files of --model, and of --tokenizer; raises as :func:`segue.checkpoint.source.resolve`."""
-    source = resolve(
-        config.model,
-        config.load_format,
-        config.cache_dir,
-        revision=config.revision,
-        quantization=config.quantization,
-    )
+    source = resolve_model(config)
     if config.tokenizer is None:
         return source
     return replace(source, tokenizer_directory=tokenizer_files(config.tokenizer))

@@ -74,9 +74,7 @@ class Startup:
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
     matchers: Matchers | None = None  # of guided requests
     on_bytes: Callable[[int, int], None] | None = None  # while weights are loaded: bytes so far and in all
-    on_kernels: Callable[[int, int], None] | None = (
-        None  # while kernels are compiled: as many so far and in all
-    )
+    on_kernels: Callable[[int, int], None] | None = None  # while kernels are compiled: as `on_bytes`
 
     def steps(self) -> list[tuple[str, Callable[[], Made]]]:
         """Return the steps by name, in order. The first one waits for no other rank and uses no stream."""

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from segue.checkpoint.source import resolve
+from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig, Role
 from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
@@ -156,13 +156,7 @@ def start_runner(
     """
     reports = StartReports(tp.rank, outbox, is_shown=shows_start)
     try:
-        source = resolve(
-            config.model,
-            config.load_format,
-            config.cache_dir,
-            revision=config.revision,
-            quantization=config.quantization,
-        )
+        source = resolve_model(config)
         on_bytes, on_kernels = (reports.loaded, reports.compiled) if shows_start else (None, None)
         runner = ModelRunner(config, source, tp, run_dir, reports.end, reports.begin, on_bytes, on_kernels)
         return runner, reports.steps
