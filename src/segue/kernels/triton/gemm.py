@@ -82,7 +82,7 @@ def _gemm(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
@@ -90,7 +90,7 @@ def _gemm(
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one tile of a GEMM, or with SPLITS > 1 of one of its split-K partials; see `run`.
+    """Compute one tile of a GEMM, or with SPLIT of one of its split-K partials; see `run`.
 
     `x` and `weight` are TMA descriptors if TMA, else pointers. With SWAP the accumulator is transposed, so
     that rows of the weight fill the tensor cores' rows. GATED, always with SWAP, pairs BN / 2 rows of the
@@ -102,7 +102,12 @@ def _gemm(
         split = 0
     else:
         first_n, split, first_m = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2) * BM
-    first_k = split * (depth // SPLITS)
+    if SPLIT:  # the grid has the number of splits, the last of which may be shorter
+        longest = tl.cdiv(tl.cdiv(depth, BK), tl.num_programs(1)) * BK
+        first_k = split * longest
+        length = tl.minimum(longest, depth - first_k)
+    else:
+        first_k, length = 0, depth
     r, m, n = tl.arange(0, BN), first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     if not TMA:
         if GATED:  # half of the rows are of the gate, half of the up projection
@@ -112,7 +117,7 @@ def _gemm(
         tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
     pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    for k in tl.range(0, depth // SPLITS, BK, num_stages=STAGES):
+    for k in tl.range(0, length, BK, num_stages=STAGES):
         if TMA:  # loads beyond the edges give zeros
             w = weight.load([first_n, first_k + k])
             t = x.load([first_m, first_k + k])
@@ -156,7 +161,7 @@ def run(
         dtype: of the result, unless these are split-K partials.
         gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[M, I]`. Threads
             load the tiles, because half of a tile's rows are of the gate. Then `bias` is None, and the
-            plan has `swap` and no splits.
+            plan has `swap` and does not split K.
 
     Returns:
         `[M, N]`, or `[M, I]` if gated, or split-K partials, float32 `[splits, M, N]`.
@@ -178,7 +183,7 @@ def run(
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
-        SPLITS=plan.splits,
+        SPLIT=plan.splits > 1,
         STAGES=plan.stages,
         TMA=tma,
         SWAP=plan.swap,
