@@ -63,6 +63,31 @@ def test_every_candidate_is_right(kind, biased, rows) -> None:
         assert (result - exact).abs().max() <= 1e-2 * exact.abs().max(), plan
 
 
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("splits", [3, 7, 13])
+def test_splits_of_unequal_length_add_up(splits, tma) -> None:
+    """76 steps: 26 + 26 + 24, six times 11 + 10, and twelve times 6 + 4."""
+    from segue.kernels.triton import gemm
+
+    own = model_gemm("split", 2560, 9728, rows=5, copies=1, biased=True)
+    x = torch.randn(5, 9728, device="cuda").to(torch.bfloat16)
+    parts = gemm.run(GemmPlan(tma, 16, 64, 128, splits, 4, 4), x, own.weights[0], own.bias, torch.bfloat16)
+    exact = F.linear(x.double(), own.weights[0].double(), own.bias.double())
+    assert parts.shape == (splits, 5, 2560)
+    assert (parts.sum(0) - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
+def test_few_rows_are_timed_first() -> None:
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_timing import plan_tasks
+
+    own = dataclasses.replace(model_gemm("split", 2560, 1664, rows=1), last_rows=256)
+    tasks = plan_tasks([own], {}, device_facts())
+    assert [task.shape.rows for task in tasks] == [64, 32, 16, 8, 1, 256, 192, 128, 96]
+    assert {len(task.plans) for task in tasks[:5]} == {8}
+    assert {len(task.plans) for task in tasks[5:]} == {4}
+
+
 @pytest.fixture
 def cache(tmp_path) -> PlanCache:
     from segue.kernels.triton.launch import device_facts

@@ -78,7 +78,7 @@ class _Task(Protocol):
         """The share of the time without a plan that a plan has to stay below."""
 
     @property
-    def is_late(self) -> bool:
+    def comes_last(self) -> bool:
         """Whether it is timed after the others, because it gains less."""
 
     def of_fewest(self) -> _Task | None:
@@ -115,10 +115,10 @@ class GemmTask:
 
     @property
     def worth(self) -> float:
-        return WORTH_MANY if self.is_late else WORTH
+        return WORTH_MANY if self.comes_last else WORTH
 
     @property
-    def is_late(self) -> bool:
+    def comes_last(self) -> bool:
         return is_many(self.shape.rows)
 
     def of_fewest(self) -> GemmTask | None:
@@ -171,7 +171,7 @@ class _ExpertsTask:
         return WORTH
 
     @property
-    def is_late(self) -> bool:
+    def comes_last(self) -> bool:
         return False
 
     def of_fewest(self) -> None:
@@ -274,7 +274,7 @@ def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: 
             own = pending[shape]
             task = GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
             shares.append((share(shape), task))
-    return [task for _, task in sorted(shares, key=lambda each: (each[1].is_late, -each[0]))]
+    return [task for _, task in sorted(shares, key=lambda each: (each[1].comes_last, -each[0]))]
 
 
 def _is_worth_it(own: ModelGemm) -> bool:
