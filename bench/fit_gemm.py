@@ -133,7 +133,9 @@ def won(gemms: Iterable[Measured]) -> set[GemmPlan]:
 def main() -> None:
     """Print the constants and how often the measured plans are among the candidates."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=3000, help="steps of the fit's random walk")
+    parser.add_argument(
+        "--trials", type=int, default=3000, help="steps of the fit's random walk; 0: take those in use"
+    )
     args = parser.parse_args()
     [table] = [each["plans"] for each in json.loads(TABLE.read_text()) if each["capability"] == "9.0"]
     fit = Fit(measured(table))
@@ -150,7 +152,7 @@ def main() -> None:
     for left_out in dict.fromkeys(shapes):
         own = [gemm for gemm, shape in zip(fit.gemms, shapes, strict=True) if shape == left_out]
         others = np.array([i for i, shape in enumerate(shapes) if shape != left_out])
-        fitted = fit.constants(START, others, args.trials)
+        fitted = fit.constants(START, others, args.trials) if args.trials else FITTED
         proposed = candidates([gemm.shape for gemm in own], H200, won(fit.gemms[i] for i in others), fitted)
         missed = [gemm for gemm in own if gemm.plans[gemm.best] not in proposed[gemm.shape]]
         tiles = [

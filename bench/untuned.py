@@ -1,16 +1,21 @@
 """Measures decode steps of models whose GEMMs are in no stored table, with and without plans found at start.
 
-    python -m bench.untuned [MODEL …] [--modes auto stored]
+    python -m bench.untuned [MODEL …] [--modes auto stored] [--prefetched 0 8 16]
 
 The models have dummy weights. Each is started three times: with plans and empty caches of kernels and plans,
 without plans (`--gemm-plans stored`), where cuBLAS computes what has no stored plan, and with plans again,
 for which the caches are filled now. It shows each decode step beside its roofline, and how long each start
-took until it was ready, from `Engine(…)` on.
+took until it was ready, from `Engine(…)` on. Then it times each GEMM of the model alone, with its plan and by
+cuBLAS, for the fewest and the most rows that the plan serves.
+
+With `--prefetched`, steps of few rows are measured again in this process, for so many MiB of a weight that
+the L2 cache loads while the kernel before is running (`kernels.triton.gemm.PREFETCHED_BYTES`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -18,6 +23,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +96,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
+FEW = (1, 2, 8)  # rows of the steps that prefetching is for
 BARS = {1: 0.80, 256: 0.78}  # shares of the roofline; the first one for models of at least 4B
 
 
 @contextmanager
-def started(name: str, caches: Path, mode: str) -> Iterator[tuple[Engine, float]]:
+def started(name: str, caches: Path, mode: str, *, embedded: bool = False) -> Iterator[tuple[Engine, float]]:
     """Yield an engine of a model, and the seconds until it was ready."""
     directory = caches / name
     directory.mkdir(exist_ok=True)
@@ -108,11 +116,13 @@ def started(name: str, caches: Path, mode: str) -> Iterator[tuple[Engine, float]
         max_running_requests=256,
         cache_dir=str(caches / "segue"),
         gemm_plans=mode,
+        embedded=embedded,
+        memory_ratio=0.3 if embedded else 0.88,  # several may follow one another in this process
     ) as engine:
         yield engine, time.perf_counter() - began
 
 
-def decode_steps(engine: Engine) -> dict[int, float]:
+def decode_steps(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[int, float]:
     """Return the milliseconds of a decode step by its number of rows.
 
     The prompts of a measurement are the same each time, and its first round caches them: so both of the times
@@ -120,7 +130,7 @@ def decode_steps(engine: Engine) -> dict[int, float]:
     """
     rng = random.Random(0)
     found = {}
-    for rows in ROWS:
+    for rows in numbers:
         prompts = [suite.draw_prompt(rng, PROMPT) for _ in range(rows)]
 
         def seconds(tokens: int, prompts: list[list[int]] = prompts) -> float:
@@ -145,21 +155,81 @@ def rooflines(config: ModelConfig) -> dict[int, float]:
     }
 
 
-def measure(name: str, modes: Sequence[str]) -> dict[str, Any]:
+def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the microseconds of each GEMM of a model alone, with its plan and by cuBLAS."""
+    import torch
+
+    from segue.kernels.gemm_plan import fewest_rows
+    from segue.kernels.triton import gemm
+    from segue.kernels.triton.plan_timing import ChainTimer, GemmTask, use_plans
+    from segue.model_runner.gemm_plans import model_gemms
+    from segue.models.decoder import build_model
+
+    use_plans(plans)
+    with torch.device("cuda"), torch.inference_mode():
+        model = build_model(ModelConfig.from_hf(MODELS[name]), dtype=torch.bfloat16)
+        timer, found = ChainTimer(), []
+        for own in model_gemms(model):
+            weights = [weight.data.normal_(std=0.02) for weight in own.weights]
+            for shape in own.shapes():
+                for rows in sorted({max(fewest_rows(shape.rows), own.first_rows), shape.rows}):
+                    exact = replace(shape, rows=rows)
+                    task = GemmTask(gemm=own, shape=exact, plans=(), bandwidth=roofline.Machine().read)
+                    plan = gemm.choose(rows, shape.depth, shape.size, torch.bfloat16, shape.kind)
+                    inputs, copies = task.inputs(), min(32, max(4, int(3e-4 / task.seconds)))
+                    library = timer(partial(task.run, None, inputs), copies)
+                    ours = plan and timer(partial(task.run, plan, inputs), copies) + task.reading(plan)
+                    least = shape.size * shape.depth * 2 / roofline.Machine().read * 1e6
+                    found.append(
+                        {
+                            "gemm": f"{shape.size}x{shape.depth}, {shape.kind}",
+                            "rows": rows,
+                            "read, us": least,
+                            "cuBLAS, us": library,
+                            "plan, us": ours,
+                            "plan": plan and astuple(plan),
+                            "layers": len(weights),
+                        }
+                    )
+    return found
+
+
+def in_gemms(times: Sequence[dict[str, Any]], rows: int) -> float:
+    """Return the milliseconds that the GEMMs of a step of `rows` rows take alone, each with its plan."""
+    each: dict[str, dict[str, Any]] = {}
+    for found in sorted(times, key=lambda found: -found["rows"]):
+        if found["rows"] >= rows:
+            each[found["gemm"].partition(",")[0]] = found  # the last one has the fewest rows
+    return sum((gemm["plan, us"] or gemm["cuBLAS, us"]) * gemm["layers"] for gemm in each.values()) / 1e3
+
+
+def measure(name: str, modes: Sequence[str], prefetched: Sequence[int]) -> dict[str, Any]:
     """Return the figures of one model."""
     found: dict[str, Any] = {"roofline, ms": rooflines(ModelConfig.from_hf(MODELS[name])), "ready, s": {}}
     with tempfile.TemporaryDirectory() as path:
         caches = Path(path)
-        for mode in modes:
+        for mode, title in [*((mode, mode) for mode in modes), (modes[0], f"{modes[0]}, warm")]:
             with started(name, caches, mode) as (engine, ready):
-                found["ready, s"][f"{mode}, cold" if mode == modes[0] else mode] = round(ready, 2)
+                found["ready, s"][title] = round(ready, 2)
                 steps = engine.get_server_info()["decided"]["init_steps"]
-                found[f"GEMM plans, {mode}"] = next(
+                found[f"GEMM plans, {title}"] = next(
                     step["detail"] for step in steps if step["name"] == "GEMM plans"
                 )
-                found[f"{mode}, ms"] = decode_steps(engine)
-        with started(name, caches, modes[0]) as (_, ready):
-            found["ready, s"][f"{modes[0]}, warm"] = round(ready, 2)
+                found[f"{title}, ms"] = decode_steps(engine)
+                print(f"{title}: {found[f'GEMM plans, {title}']}; ms: {found[f'{title}, ms']}", flush=True)
+        kept = [json.loads(file.read_text())["plans"] for file in caches.glob("segue/plans/*.json")]
+        found["GEMMs"] = plan_times(name, kept[0] if kept else {})
+        for mebibytes in prefetched:
+            import torch
+
+            from segue.kernels.triton import gemm
+
+            gc.collect()
+            torch.cuda.empty_cache()
+            gemm.PREFETCHED_BYTES = mebibytes << 20
+            with started(name, caches, modes[0], embedded=True) as (engine, _):
+                found[f"{mebibytes} MiB prefetched, ms"] = steps = decode_steps(engine, FEW)
+                print(f"{mebibytes} MiB prefetched, ms: {steps}", flush=True)
     return found
 
 
@@ -168,30 +238,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--modes", nargs="+", default=["auto", "stored"], help="of --gemm-plans")
+    parser.add_argument("--prefetched", nargs="*", type=int, default=[], help="MiB, see above")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(MODELS)}")
     results = {}
     for name in args.models or MODELS:
-        results[name] = found = measure(name, args.modes)
-        bounds = found["roofline, ms"]
+        results[name] = found = measure(name, args.modes, args.prefetched)
+        bounds, titles = found["roofline, ms"], [*args.modes, f"{args.modes[0]}, warm"]
         report.show(
             f"{name}: ms per decode step; ready in {found['ready, s']} s",
-            ["rows", "roofline", *(f"{mode}, of the roofline" for mode in args.modes), "bar"],
+            ["rows", "roofline", *(f"{title}, of the roofline" for title in titles), "in GEMMs", "bar"],
             [
                 [
                     str(rows),
                     f"{bounds[rows]:.3f}",
                     *(
-                        f"{found[f'{mode}, ms'][rows]:.3f}, {bounds[rows] / found[f'{mode}, ms'][rows]:.0%}"
-                        for mode in args.modes
+                        f"{found[f'{title}, ms'][rows]:.3f}, {bounds[rows] / found[f'{title}, ms'][rows]:.0%}"
+                        for title in titles
                     ),
+                    f"{in_gemms(found['GEMMs'], rows):.3f}",
                     f"{BARS[rows]:.0%}" if rows in BARS else "",
                 ]
                 for rows in ROWS
             ],
         )
-        print(found[f"GEMM plans, {args.modes[0]}"], flush=True)
+        for each in found["GEMMs"]:
+            ours = each["plan, us"]
+            share = (
+                f"{ours:.1f}, {ours / each['cuBLAS, us']:.0%} of it, {each['plan']}" if ours else "no plan"
+            )
+            read = f"read in {each['read, us']:.1f}, cuBLAS {each['cuBLAS, us']:.1f}"
+            print(f"{each['gemm']}, {each['rows']} rows, us: {read}, {share}")
         print(f"written to {report.save('gpu_untuned', results)}")
 
 

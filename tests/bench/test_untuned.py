@@ -34,3 +34,18 @@ def test_most_shapes_of_the_models_are_in_no_stored_table() -> None:
     for name in untuned.MODELS:
         model = ModelConfig.from_hf(untuned.MODELS[name])
         assert f"{2 * model.intermediate_size}x{model.hidden_size}" not in stored
+
+
+def test_the_gemms_of_a_step_are_those_that_serve_its_rows() -> None:
+    def gemm(name: str, rows: int, library: float, plan: float | None) -> dict[str, object]:
+        return {"gemm": name, "rows": rows, "cuBLAS, us": library, "plan, us": plan, "layers": 10}
+
+    times = [
+        gemm("8x4, gated", 33, 300.0, 200.0),
+        gemm("8x4, gated", 64, 400.0, 300.0),
+        gemm("8x4, split", 65, 500.0, None),
+        gemm("8x4, split", 96, 700.0, None),
+        gemm("4x8, split", 96, 900.0, 100.0),
+    ]
+    assert untuned.in_gemms(times, 34) == pytest.approx(4.0)
+    assert untuned.in_gemms(times, 66) == pytest.approx(8.0)

@@ -78,7 +78,7 @@ def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tm
         tiny.save(model, path) if layout == "float32" else tiny_fp8.write(path, layout, model)
     state = {name: tensor.bfloat16() for name, tensor in models[1].state_dict().items()}
     with (
-        rank_of(tmp_path / "0", tp, device="cuda", quantization="fp8") as gpu,
+        rank_of(tmp_path / "0", tp, device="cuda:0", quantization="fp8") as gpu,
         rank_of(tmp_path / "0", tp, quantization="fp8") as cpu,
     ):
         assert gpu.served.arena.checksum() == cpu.served.arena.checksum()

@@ -11,15 +11,18 @@ import pytest
 import segue
 from segue.kernels.gemm_plan import (
     ROWS,
+    WORTH_MANY,
     DeviceFacts,
     GemmPlan,
     GemmShape,
     candidates,
     choose_fastest,
+    fewest_rows,
     fit_stages,
     predict,
     round_log2,
     row_buckets,
+    split_steps,
     tile,
     valid_plans,
 )
@@ -63,10 +66,11 @@ def shapes(rows=ROWS):
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.capability}")
 def test_every_candidate_can_run(device) -> None:
     for shape, found in candidates(shapes(), device).items():
-        assert 4 <= len(found) <= 8, shape
+        assert 4 <= len(found) <= (8 if shape.rows <= 64 else 4), shape
         for plan in found:
             assert shape.size % plan.block_n == 0
-            assert shape.depth % (plan.splits * plan.block_k) == 0
+            assert shape.depth % plan.block_k == 0
+            assert split_steps(shape.depth, plan.block_k, plan.splits) >= 2
             assert plan.shared_bytes <= device.shared_bytes
             assert not plan.tma or device.capability >= (9, 0)
             assert plan.splits == 1 or shape.kind == "split"
@@ -90,7 +94,7 @@ def test_measured_plans_are_among_the_candidates() -> None:
     assert len(wanted) > 100
     found = candidates(wanted, H200, {tile(plan) for plan in wanted.values()})
     missed = [shape for shape, plan in wanted.items() if plan not in found[shape]]
-    assert len(missed) < len(wanted) * 0.08, missed
+    assert len(missed) < len(wanted) * 0.1, missed  # splits of unequal length were not measured
 
 
 def test_no_prediction_is_faster_than_the_memory() -> None:
@@ -105,6 +109,15 @@ def test_a_gemm_with_few_columns_is_split() -> None:
     found = candidates([few, many], H200)
     assert found[few][0].splits > 1
     assert found[many][0].splits == 1
+
+
+def test_splits_of_unequal_length_fill_the_device() -> None:
+    """40 blocks of columns times 3 splits are 120 programs for 132 SMs; 2 and 4 splits leave more idle."""
+    assert split_steps(9728, 128, 3) == 26  # 26, 26 and 24 of 76 steps
+    assert split_steps(2560, 128, 9) == 0  # 3 steps each are gone after seven splits
+    for rows in (8, 32, 64, 128):
+        first = candidates([GemmShape(rows, 2560, 9728, "split")], H200)
+        assert next(iter(first.values()))[0].splits == 3, rows
 
 
 def test_partials_of_more_rows_cost_more() -> None:
@@ -153,6 +166,19 @@ def test_shapes_share_kernels() -> None:
 )
 def test_a_chosen_plan_is_faster_than_the_library(times, library, best) -> None:
     assert choose_fastest(times, library) == best
+
+
+def test_many_rows_have_to_be_faster_by_more() -> None:
+    assert choose_fastest({PLAN: 9.6}, 10.0) == PLAN
+    assert choose_fastest({PLAN: 9.6}, 10.0, WORTH_MANY) is None
+
+
+def test_a_plan_serves_all_rows_between_two_of_the_table() -> None:
+    assert [fewest_rows(rows) for rows in ROWS] == [1, 2, 9, 17, 33, 65, 97, 129, 193]
+    assert fewest_rows(ROWS[0]) == 1
+    for rows in range(1, 257):
+        [own] = row_buckets(rows, rows)
+        assert fewest_rows(own) <= rows <= own
 
 
 def test_row_buckets_serve_every_number_of_rows() -> None:

@@ -94,6 +94,13 @@ def test_the_first_source_that_knows_a_gemm_decides() -> None:
     assert lookup([(stored, "gated"), (found, "gated")], "4096x4096", 1) == {"stages": 4}
 
 
+def test_few_rows_never_take_the_plan_that_only_many_rows_have() -> None:
+    """Gate and up projections of up to 64 rows are gated, or left to the library; above they are split."""
+    found = {"8192x1024": {"64": {"gated": None}, "96": {"split": PLAN}}}
+    assert lookup([(found, "split")], "8192x1024", 64) is None
+    assert lookup([(found, "split")], "8192x1024", 65) == PLAN
+
+
 # The cache.
 
 

@@ -18,10 +18,11 @@ Kind = Literal["split", "whole", "gated"]
 ELEMENT = 2  # bytes of a bfloat16
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256)  # a plan that is found at a start serves up to so many
 MAX_GATED_ROWS = 64  # rows up to which one kernel may do the gate-up GEMM and its activation
-NUM_CANDIDATES = 8
+NUM_CANDIDATES = 8  # of few rows; with more the library is hard to beat, and half as many are tried
 FEW_ROWS = 8  # rows up to which kernels start their successors early, see `kernels.triton.launch`
 WORTH = 0.98  # a plan is used if it takes less than this share of the library's time
-_SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+WORTH_MANY = 0.95  # with many rows, whose times depend on the device's clock, too
+_SPLITS = (*range(1, 17), 20)
 _REGISTERS = 65536  # per SM
 _THREADS = 2048  # per SM; some devices have 1536, and no plan here has so many
 _MAX_PROGRAMS = 32  # per SM
@@ -39,7 +40,7 @@ class GemmPlan:
     block_m: int  # tokens
     block_n: int  # rows of the weight
     block_k: int
-    splits: int  # splits of K; more than one gives split-K partials
+    splits: int  # of K, the last of which may be shorter; more than one gives split-K partials
     stages: int
     warps: int
     swap: bool = True  # whether rows of the weight, not tokens, fill the tensor cores' 64 rows
@@ -94,9 +95,26 @@ class GemmShape:
     kind: Kind
 
 
+def split_steps(depth: int, block_k: int, splits: int) -> int:
+    """Returns the steps along K of each split but the last, which has those that are left; 0: it has none."""
+    steps = -(-depth // block_k)
+    longest = -(-steps // splits)
+    return longest if (splits - 1) * longest < steps else 0
+
+
 def row_buckets(first: int, last: int) -> list[int]:
     """Returns those of `ROWS` whose plans serve any number of rows from `first` to `last`."""
     return [rows for below, rows in zip((0, *ROWS), ROWS, strict=False) if below < last and first <= rows]
+
+
+def fewest_rows(rows: int) -> int:
+    """Returns the fewest rows that the plan serves that is found for `rows` of `ROWS`."""
+    return 1 + max((below for below in ROWS if below < rows), default=0)
+
+
+def is_many(rows: int) -> bool:
+    """Whether a GEMM has so many rows that not only reading its weight takes time."""
+    return rows > MAX_GATED_ROWS
 
 
 def valid_plans(shape: GemmShape, device: DeviceFacts) -> Iterator[GemmPlan]:
@@ -106,14 +124,16 @@ def valid_plans(shape: GemmShape, device: DeviceFacts) -> Iterator[GemmPlan]:
         tiles = {max(16, 1 << (rows - 1).bit_length())}
     else:
         tiles = {64, 128, 256} if rows > 128 else {64, 128}
+    # Tiles of 32 rows of the weight are for programs that cannot be split along K.
+    columns = (32, 64, 128) if rows <= 16 and shape.kind == "gated" else (64, 128)
     splits = _SPLITS if shape.kind == "split" else (1,)
     loads = (False, True) if device.has_tma and shape.kind != "gated" else (False,)
     for block_m, block_n, block_k, count, stages, warps, tma in product(
-        sorted(tiles), (64, 128), (64, 128), splits, (3, 4, 6), (4, 8), loads
+        sorted(tiles), columns, (64, 128), splits, (3, 4, 6), (4, 8), loads
     ):
         plan = GemmPlan(tma, block_m, block_n, block_k, count, stages, warps)
-        # Tiles divide N and each split of K evenly, and every program has at least two steps along K.
-        if size % block_n or depth % (count * block_k) or depth // count // block_k < 2:
+        # Tiles divide N and K evenly, and every split but the last has at least two steps along K.
+        if size % block_n or depth % block_k or split_steps(depth, block_k, count) < 2:
             continue
         per_sm = size // block_n * count * -(-rows // block_m) / device.num_sms
         # Fewer programs leave most of the device idle; more would be split further than necessary.
@@ -189,7 +209,7 @@ def terms(plan: GemmPlan, shape: GemmShape, device: DeviceFacts) -> Terms:
     """Returns what the time of a GEMM is made of."""
     columns, blocks = -(-shape.size // plan.block_n), -(-shape.rows // plan.block_m)
     programs = columns * plan.splits * blocks
-    steps = shape.depth // plan.splits // plan.block_k
+    steps = split_steps(shape.depth, plan.block_k, plan.splits)
     own = -(-programs // device.num_sms)  # programs of the busiest SM
     at_once = min(own, programs_at_once(plan, device))
     per_clock = _OPERATIONS.get(device.capability[0], _OPERATIONS[10])
@@ -259,15 +279,16 @@ def candidates(
             time = predict(plan, shape, device, constants)
             return time * (1 if tile(plan) in won else 1.1) * (1 if kernel(plan) in used else 1.05)
 
-        found[shape] = sorted(valid_plans(shape, device), key=rank)[:NUM_CANDIDATES]
+        count = NUM_CANDIDATES // 2 if is_many(shape.rows) else NUM_CANDIDATES
+        found[shape] = sorted(valid_plans(shape, device), key=rank)[:count]
         used.update(map(kernel, found[shape]))
     return found
 
 
-def choose_fastest(times: Mapping[GemmPlan, float], library: float) -> GemmPlan | None:
-    """Returns the fastest of some timed plans, or None if the library is as fast, or almost."""
+def choose_fastest(times: Mapping[GemmPlan, float], library: float, worth: float = WORTH) -> GemmPlan | None:
+    """Returns the fastest of some timed plans, or None if it takes `worth` of the library's time, or more."""
     best = min(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] < WORTH * library else None
+    return best if best is not None and times[best] < worth * library else None
 
 
 def fit_stages(plan: GemmPlan, shared_bytes: int) -> GemmPlan | None:

@@ -65,10 +65,10 @@ def lookup(sources: Iterable[tuple[Plans, str]], key: str, num_rows: int) -> dic
         num_rows: a plan serves up to the number of rows that it is stored for.
     """
     for plans, kind in sources:
-        for max_rows, by_kind in plans.get(key, {}).items():
-            if num_rows <= int(max_rows) and kind in by_kind:
-                found: dict[str, Any] | None = by_kind[kind]
-                return found
+        serving = (by_kind for max_rows, by_kind in plans.get(key, {}).items() if num_rows <= int(max_rows))
+        if kind in (by_kind := next(serving, {})):  # a kind that only more rows have is not for these
+            found: dict[str, Any] | None = by_kind[kind]
+            return found
     return None
 
 

@@ -2,8 +2,9 @@
 
 Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches nor
 cached weights flatter it, against what runs without a plan in the same chain: cuBLAS, or for experts a plan
-that runs on any device. A plan is only taken if its results are right and it is clearly faster. What the
-budget leaves no time for goes without a plan.
+that runs on any device. A plan is only taken if its results are right and it is clearly faster, with the most
+rows that it serves and with the fewest: cuBLAS has tiles for every 8 rows, and ours are padded to a power of
+two. What the budget leaves no time for goes without a plan.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +25,17 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from segue.kernels import gemm_plan, moe_plan
-from segue.kernels.gemm_plan import ELEMENT, DeviceFacts, GemmPlan, GemmShape, choose_fastest
+from segue.kernels.gemm_plan import (
+    ELEMENT,
+    WORTH,
+    WORTH_MANY,
+    DeviceFacts,
+    GemmPlan,
+    GemmShape,
+    choose_fastest,
+    fewest_rows,
+    is_many,
+)
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
 from segue.kernels.moe_plan import MoEPlan
 from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge, stored_plans
@@ -62,6 +73,17 @@ class _Task(Protocol):
     def seconds(self) -> float:
         """Roughly how long one run takes."""
 
+    @property
+    def worth(self) -> float:
+        """The share of the time without a plan that a plan has to stay below."""
+
+    @property
+    def comes_last(self) -> bool:
+        """Whether it is timed after the others, because it gains less."""
+
+    def of_fewest(self) -> _Task | None:
+        """Returns the same task with the fewest rows that its plan serves; None if that is not timed."""
+
     def inputs(self) -> tuple[Tensor, ...]:
         """Returns random inputs."""
 
@@ -73,7 +95,7 @@ class _Task(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _GemmTask:
+class GemmTask:
     """One GEMM with one number of rows."""
 
     gemm: ModelGemm
@@ -90,6 +112,18 @@ class _GemmTask:
     @property
     def seconds(self) -> float:
         return _gemm_seconds(self.shape, self.bandwidth)
+
+    @property
+    def worth(self) -> float:
+        return WORTH_MANY if self.comes_last else WORTH
+
+    @property
+    def comes_last(self) -> bool:
+        return is_many(self.shape.rows)
+
+    def of_fewest(self) -> GemmTask | None:
+        rows = max(fewest_rows(self.shape.rows), self.gemm.first_rows)
+        return replace(self, shape=replace(self.shape, rows=rows)) if rows < self.shape.rows else None
 
     def inputs(self) -> tuple[Tensor, ...]:
         weight = self.gemm.weights[0]
@@ -131,6 +165,17 @@ class _ExpertsTask:
     @property
     def seconds(self) -> float:
         return _experts_seconds(self.experts, self.tokens, self.bandwidth)
+
+    @property
+    def worth(self) -> float:
+        return WORTH
+
+    @property
+    def comes_last(self) -> bool:
+        return False
+
+    def of_fewest(self) -> None:
+        return None
 
     def inputs(self) -> tuple[Tensor, ...]:
         own = self.experts
@@ -207,7 +252,7 @@ def use_plans(plans: Plans) -> None:
 
 
 def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: DeviceFacts) -> list[_Task]:
-    """Returns what is to be timed, that which takes most of a step first."""
+    """Returns what is to be timed, in the order of its share of a step; GEMMs of many rows come last."""
     shares: list[tuple[float, _Task]] = []
     for own in gemms:
         if isinstance(own, ModelExperts):
@@ -223,13 +268,13 @@ def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: 
     def share(shape: GemmShape) -> float:
         return _gemm_seconds(shape, device.bandwidth) * len(pending[shape].weights)
 
-    ordered = sorted(pending, key=share, reverse=True)
+    ordered = sorted(pending, key=lambda shape: (is_many(shape.rows), -share(shape)))
     for shape, plans in gemm_plan.candidates(ordered, device, gemm.tiles_that_won()).items():
         if plans:
             own = pending[shape]
-            task = _GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
+            task = GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
             shares.append((share(shape), task))
-    return [task for _, task in sorted(shares, key=lambda each: -each[0])]
+    return [task for _, task in sorted(shares, key=lambda each: (each[1].comes_last, -each[0]))]
 
 
 def _is_worth_it(own: ModelGemm) -> bool:
@@ -295,15 +340,19 @@ class _UntilDeadline(Executor):
 def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
     """Compile the kernels of all candidates in threads; none begins after the deadline.
 
+    The first candidates of all tasks come before the second ones: so at the deadline every task has some.
+
     Returns the kernels of each plan of each task, which are Triton's, or futures of them.
     """
     inputs = [task.inputs() for task in tasks]
-    kernels = []
+    kernels: list[list[list[Any]]] = [[] for _ in tasks]
     with _UntilDeadline(deadline) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
         for task, given in zip(tasks, inputs, strict=True):
-            kernels.append([_kernels(task, plan, given) for plan in task.plans])
             for plan in task.compared:
                 _kernels(task, plan, given)
+        for number in range(max(len(task.plans) for task in tasks)):
+            for task, given, own in zip(tasks, inputs, kernels, strict=True):
+                own += [_kernels(task, plan, given) for plan in task.plans[number : number + 1]]
     return kernels
 
 
@@ -338,7 +387,17 @@ def _is_late(kernel: Any) -> bool:
 
 
 def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
-    """Returns the fastest of some plans, or None if what runs without a plan is as fast."""
+    """Returns the fastest of some plans, or None if what runs without a plan is as fast.
+
+    A plan that is faster for the most rows that it serves has to be so for the fewest, too.
+    """
+    best = _fastest_of(task, plans, timer)
+    fewest = None if best is None else task.of_fewest()
+    return best if fewest is None else _fastest_of(fewest, [best], timer)
+
+
+def _fastest_of(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
+    """Returns the fastest of some plans for the rows of the task alone; None as `_fastest`."""
     inputs = task.inputs()
     expected = task.run(None, inputs)
     copies = int(min(_MAX_CHAIN, max(4, _CHAIN_S / task.seconds)))
@@ -354,7 +413,7 @@ def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None
             raise
         except Exception as failure:  # of Triton or the driver; the engine can do without this plan
             logger.warning("a plan cannot run: %r: %s for %s", failure, plan, task.place)
-    return choose_fastest(times, without)
+    return choose_fastest(times, without, task.worth)
 
 
 def _error(result: Tensor, expected: Tensor) -> float:
