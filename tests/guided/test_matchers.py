@@ -67,9 +67,14 @@ LANGUAGES = [
 ]
 
 
+def table() -> np.ndarray:
+    """Masks of ten slots, as an engine has them that has run for a while."""
+    return np.random.default_rng(0).integers(-(2**31), 2**31, (10, (SIZE + 31) // 32)).astype(np.int32)
+
+
 @pytest.fixture
 def matchers() -> Iterator[Matchers]:
-    made = Matchers(SIZE)
+    made = Matchers(table())
     made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
     yield made
     made.close()
@@ -226,7 +231,7 @@ def test_what_would_keep_a_step_waiting_fails_instead(matchers: Matchers) -> Non
 
 
 def test_without_its_vocabulary_only_guided_requests_fail() -> None:
-    made = Matchers(SIZE)
+    made = Matchers(table())
     made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))
     put(made, 0, spec("regex", "a"))
     assert allowed(made, 0).failures == {0: "the vocabulary of this model cannot be used for it"}
