@@ -233,10 +233,7 @@ def main() -> int:
         sampled = {"temperature": 1.0, "sampling_seed": 1}
         kinds = {"unguided": sampled | {"ignore_eos": True}, "guided": sampled | {"json_schema": TIMED}}
         phases: dict[str, float] = {}
-        for (
-            name,
-            params,
-        ) in kinds.items():  # the first ones warm up; then come the phases of guided steps alone
+        for params in kinds.values():  # to warm up; the phases are those of guided steps without a penalty
             step_ms(engine, batch, params)
             phases = engine.get_server_info()["internal_states"][0].get("guided_ms", {})
         if on_gpu:
@@ -273,9 +270,8 @@ def main() -> int:
         [[*(f"{ms:.2f}" for ms in medians.values()), f"{ratio:.2f}", f"{bar}"]],
     )
     for name, each in parts.items():
-        report.show(
-            f"{name}, {batch} rows, ms", ["", "p50"], [[part, f"{ms:.3f}"] for part, ms in each.items()]
-        )
+        table = [[part, f"{ms:.3f}"] for part, ms in each.items()]
+        report.show(f"{name}, {batch} rows, ms", ["", "p50"], table)
     count = len(outcomes) * len(schemas)
     print(f"of {count} replies {wrong} are not valid, and {by_length} did not end by themselves")
     figures = {
