@@ -73,13 +73,14 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
     from segue.sampling.token_mask import forbid
 
     words = (size + 31) // 32
+    torch.manual_seed(0)
     logits = torch.randn(batch, size, device="cuda")
     slots = torch.arange(batch, dtype=torch.int32, device="cuda")
     most = torch.full((batch, words), -1, dtype=torch.int32, device="cuda")
     most[:, 0] = 0
     few = torch.zeros_like(most)
     few[:, 0] = -1
-    staged = torch.empty((batch, words), dtype=torch.int32, pin_memory=True)
+    staged = torch.full((batch, words), -1, dtype=torch.int32).pin_memory()
     columns: dict[str, Any] = {
         "inverse_temperatures": torch.ones(batch, device="cuda"),
         "seeds": torch.arange(batch, device="cuda"),
@@ -103,6 +104,7 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
         "sampling": _gpu_ms(lambda: sample(None)),
         "sampling, most tokens allowed": _gpu_ms(lambda: sample(most)),
         "sampling, 32 tokens allowed": _gpu_ms(lambda: sample(few)),
+        "sampling, masks in memory of the host": _gpu_ms(lambda: sample(staged)),
         "upload of the masks": _gpu_ms(lambda: most.copy_(staged, non_blocking=True)),
         "masks by torch's operators": _gpu_ms(lambda: forbid(logits, slots.long(), few)),
     }

@@ -288,7 +288,7 @@ def test_a_replay_copies_its_inputs_in_one_copy_and_never_waits(make, options):
 def test_what_the_graphs_of_each_kind_have_cost_is_known(make):
     runner = make(dtype="bfloat16", chunked_prefill_size=2048, **GRID)
     costs = runner.graph_costs
-    assert set(costs) == {"decode", "sampling", "forward", "prefill", "grid"}
+    assert set(costs) == {"decode", "guided", "sampling", "masked", "forward", "prefill", "grid"}
     assert sum(cost.num_graphs for cost in costs.values()) == executor_of(runner).num_graphs
     assert all(cost.num_graphs > 0 and cost.seconds > 0 for cost in costs.values())
     # The kinds share a pool, so a small kind may find all the memory that it needs there.

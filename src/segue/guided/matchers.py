@@ -27,8 +27,9 @@ from segue.messages.requests import SamplingParams
 
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
 # The phases of a step with guided rows: until its tokens are on the host; consuming them; computing the next
-# masks, which with the phase before should take less than a forward pass; what then is left to wait for.
-PHASES = ("tokens", "consume", "masks", "wait")
+# masks, which with the phase before should take less than a forward pass; what then is left to wait for; and
+# from there until sampling has been launched.
+PHASES = ("tokens", "consume", "masks", "wait", "launch")
 MAX_TIMED = 1024  # steps
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
@@ -101,6 +102,7 @@ class Matchers:
         self._thread: ThreadPoolExecutor | None = None  # None: nothing was ever guided
         self._executor: LLExecutor | None = None
         self._tokenizer: LLTokenizer | None = None
+        self._waited_at = 0.0  # when `wait` returned
         self._eos_mask = np.zeros(masks.shape[1], dtype=np.int32)
         self._eos_words = np.empty(0, dtype=np.int64)  # those where the mask of the EOS tokens has a bit
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
@@ -136,7 +138,8 @@ class Matchers:
         began = time.perf_counter()
         for ready in {guide.ready for _, guide in guides}:
             ready.result()
-        self._times["wait"].append(time.perf_counter() - began)
+        self._waited_at = time.perf_counter()
+        self._times["wait"].append(self._waited_at - began)
         failures = {row: guide.failure for row, guide in guides if guide.failure}
         return np.array([row for row, _ in guides], dtype=np.int64), failures
 
@@ -158,6 +161,7 @@ class Matchers:
         guides = self._guided(slots)
         if not guides:
             return None
+        self._times["launch"].append(time.perf_counter() - self._waited_at)
         complete: Future[list[int]] = Future()
         ready = self._submit(lambda: self._advance(guides, read, complete))
         for _, guide in guides:
