@@ -102,10 +102,10 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
 
     return {
         "sampling": _gpu_ms(lambda: sample(None)),
-        "sampling, most tokens allowed": _gpu_ms(lambda: sample(most)),
-        "sampling, 32 tokens allowed": _gpu_ms(lambda: sample(few)),
-        "sampling, masks in memory of the host": _gpu_ms(lambda: sample(staged)),
-        "upload of the masks": _gpu_ms(lambda: most.copy_(staged, non_blocking=True)),
+        "sampling with masks in memory of the host": _gpu_ms(lambda: sample(staged)),
+        "sampling with masks on the device": _gpu_ms(lambda: sample(most)),
+        "sampling with masks on the device, of 32 tokens each": _gpu_ms(lambda: sample(few)),
+        "upload of the masks alone": _gpu_ms(lambda: most.copy_(staged, non_blocking=True)),
         "masks by torch's operators": _gpu_ms(lambda: forbid(logits, slots.long(), few)),
     }
 

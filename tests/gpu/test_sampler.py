@@ -33,7 +33,7 @@ class Grammars:
     """Stands for `Matchers`: every second row has a grammar, which allows half of the tokens."""
 
     def __init__(self, masks: MaskTable) -> None:
-        self._masks = masks.host
+        self._masks = masks.host  # read by the device, too
         self._masks[:] = np.random.default_rng(0).integers(-(2**31), 2**31, self._masks.shape)
 
     def wait(self, slots: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:

@@ -341,11 +341,9 @@ class StepExecutor:
         )
         if result.copy_done is not None:
             result.copy_done.record()
-        state = self.state
-        if state.matchers is not None and state.masks is not None and guides(arrays.plan):
-            state.masks.sampled()
+        if self.state.matchers is not None and arrays.plan.sampling_mode in ("guided", "full"):
             # Masks of the next tokens are computed beside the next step.
-            result.complete = state.matchers.take(arrays.sample_slots, result.tokens)
+            result.complete = self.state.matchers.take(arrays.sample_slots, result.tokens)
         return result
 
     def _prompt_logprobs(self, hidden: Tensor, run: PromptRun) -> list[Logprobs]:
@@ -365,11 +363,6 @@ class StepExecutor:
                 counts = [num_top] * (end - start)
                 parts.append(logprobs_of(logits, known[start:end], counts, with_ranks=True))
         return parts
-
-
-def guides(plan: StepPlan) -> bool:
-    """Whether a row of the step may have a grammar."""
-    return plan.sampling_mode in ("guided", "full")
 
 
 def context_of(

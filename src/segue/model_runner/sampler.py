@@ -51,7 +51,7 @@ class Sampler:
         """Return the bytes of temporaries, without the logits, if every row uses every parameter.
 
         Measured: 23 bytes per logit on a CPU; on CUDA, where nothing is sorted, 8 bytes for penalties and 12
-        for alternatives. The masks of grammars take an eighth of a byte per logit beside them.
+        for alternatives.
         """
         return 24 * rows * vocab_size
 
@@ -145,7 +145,7 @@ class Sampler:
     def masks(self) -> tuple[Tensor, Tensor] | None:
         """The masks of the request slots, and which slots have one, as `sample_plain` takes them."""
         table = self._state.masks
-        return None if table is None else (table.on_device, self._state.on_device.guided)
+        return None if table is None else (table.rows, self._state.on_device.guided)
 
     def _argmax(self, logits: Tensor, slots: Indices, positions: Indices) -> Tensor:
         return argmax(logits)
@@ -211,16 +211,13 @@ class Sampler:
             apply_rules(logits, rows, state.token_pool)
 
     def await_masks(self, slots: Indices) -> dict[int, str]:
-        """Wait until it is known what the rows' grammars allow next, and copy it to the CUDA device.
+        """Wait until it is known what the rows' grammars allow next, which a CUDA device then reads.
 
         Returns the rows whose grammars cannot be followed, with the reasons.
         """
-        matchers, masks = self._state.matchers, self._state.masks
-        if matchers is None or masks is None or (found := matchers.wait(slots)) is None:
-            return {}
-        rows, failures = found
-        masks.send(slots[rows])
-        return failures
+        matchers = self._state.matchers
+        found = None if matchers is None else matchers.wait(slots)
+        return {} if found is None else found[1]
 
     def _forbid(self, logits: Tensor, slots: Indices) -> dict[int, str]:
         """Forbid in place what the rows' grammars do not allow next, once that is known; for a CPU.

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
 
 _EAGER = "none: steps run eagerly"
-MASK_THREADS = 4  # compute the masks of guided requests, beside a GPU
+# They compute the masks of guided requests, beside a GPU. Simple grammars need one for 64 rows in a step.
+MASK_THREADS = 8
 
 Made = tuple[int, str]  # the bytes that a step has allocated, and what it says about itself
 
@@ -280,8 +281,8 @@ class Startup:
         if self.tp.rank == 0:  # only it samples
             slots, vocab_size = len(page_table.data), self.source.config.vocab_size
             masks = self._state.masks = MaskTable(slots, vocab_size, self.resolved.device)
-            # On a CPU the steps have the cores. Elsewhere waking more threads takes longer than they save.
-            self.matchers = self._state.matchers = Matchers(masks.host, 1 if self._on_cpu else MASK_THREADS)
+            threads = 1 if self._on_cpu else MASK_THREADS  # on a CPU the steps have the cores
+            self.matchers = self._state.matchers = Matchers(masks.host, threads)
         return page_table.data.nbytes + self._state.token_pool.nbytes, ""
 
     def _make_backend(self) -> Made:
