@@ -21,7 +21,7 @@ from segue.guided.beginning import LIMITS
 from segue.guided.grammars import to_llguidance
 
 REPEATS = 40
-SHORT_S = 0.001  # between two repetitions, as between two steps: idle threads fall asleep
+PAUSE_S = 0.001  # between two repetitions, as between two steps: idle threads fall asleep
 
 
 def host_ms(tokenizer: LLTokenizer, schema: dict[str, Any], batch: int, size: int) -> dict[str, float]:
@@ -46,7 +46,7 @@ def host_ms(tokenizer: LLTokenizer, schema: dict[str, Any], batch: int, size: in
                 batch,
             )
             tokens = [int(rng.choice(_allowed(masks[row], size))) for row in range(batch)]
-            time.sleep(SHORT_S)
+            time.sleep(PAUSE_S)
             stamps = [time.perf_counter()]
             for each, token in zip(matchers, tokens, strict=True):
                 each.consume_token(token)
@@ -70,6 +70,7 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
     import torch
 
     from segue.kernels.triton.sampling import sample_plain
+    from segue.memory.backing import to_device
     from segue.sampling.token_mask import forbid
 
     words = (size + 31) // 32
@@ -100,7 +101,15 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
         with_masks = None if masks is None else (masks, guided)
         sample_plain(logits, slots, slots, **columns, masks=with_masks)
 
+    pinned = list[float]()
+    for _ in range(REPEATS):  # as a step did when its masks were copied
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        to_device(np.stack([*staged.numpy()]), logits.device)
+        pinned.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
     return {
+        "stacking, pinning and copying the masks, on the host": _ms(pinned),
         "sampling": _gpu_ms(lambda: sample(None)),
         "sampling with masks in memory of the host": _gpu_ms(lambda: sample(staged)),
         "sampling with masks on the device": _gpu_ms(lambda: sample(most)),

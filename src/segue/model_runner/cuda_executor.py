@@ -100,14 +100,16 @@ class CUDAExecutor(StepExecutor):
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
         rows = row_sizes(max_rows, self.row_buckets)
-        kinds = [("decode", self._run_decode), ("sampling", self._run_sampling)]
-        if "guided" in self._captured_modes:
-            kinds.append(("masked", self._run_masked))
-            self._graphs["guided"] = Graphs(
-                "guided", guided_sizes(rows), self._run_guided, pool=self._pool, checked=self._checked_hidden
-            )
-        for name, run in kinds:
+        for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
             self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
+        if "guided" in self._captured_modes:
+            few = guided_sizes(rows)
+            self._graphs["guided"] = Graphs(
+                "guided", few, self._run_guided, pool=self._pool, checked=self._checked_hidden
+            )
+            self._graphs["masked"] = Graphs(
+                "masked", rows, self._run_masked, pool=self._pool, checked=self._checked_logits
+            )
         tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
         self.register("forward", tokens, self._shape)
         self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
