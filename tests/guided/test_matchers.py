@@ -171,6 +171,8 @@ def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers:
     known.set()
     reader.join(60)
     assert tokens_of(masks[0].masks[0]) == {EOS, TOKENS.index(b"a"), TOKENS.index(b"b")}
+    phases = matchers.median_ms()
+    assert list(phases) == ["tokens", "consume", "masks", "wait", "launch"] and min(phases.values()) >= 0
 
 
 def test_rows_whose_grammars_are_complete_are_known_with_their_token(matchers: Matchers) -> None:
