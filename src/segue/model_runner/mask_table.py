@@ -13,9 +13,9 @@ from segue.sizes import ceil_div
 class MaskTable:
     """One mask per request slot, as `segue.guided.matchers` writes it, in memory of the host.
 
-    A CUDA device reads the rows that it needs from there, while it samples: a copy of 64 rows before would
-    take as long, and several launches. A row is written again only when its slot has drawn a token from it,
-    or is another request's; so nobody reads it then.
+    A CUDA device reads the rows that it needs from there, while it samples, which saves a copy and its
+    launch. A row is written again only when its slot has drawn a token from it, or is another request's; so
+    nobody reads it then.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
