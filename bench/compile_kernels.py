@@ -231,7 +231,7 @@ def _experts(device: DeviceFacts) -> None:
 
 
 def _sampling(device: DeviceFacts) -> None:
-    """Compile sampling, with and without filters and log-probabilities."""
+    """Compile sampling, with and without filters and masks."""
     rows, vocab = 32, 151936
     columns = {
         "inverse_temperatures": torch.empty(rows),
@@ -244,8 +244,10 @@ def _sampling(device: DeviceFacts) -> None:
     }
     logits = torch.empty(rows, vocab)
     filters = torch.zeros(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
+    masks = _int32(rows, vocab // 32), torch.zeros(rows, dtype=torch.int64)
     for given in (None, filters):
-        sampling.sample_plain(logits, _int32(rows), _int32(rows), **columns, filters=given)
+        for masked in (None, masks):
+            sampling.sample_plain(logits, _int32(rows), _int32(rows), **columns, filters=given, masks=masked)
     sampling.log_sum_exp(logits)
 
 

@@ -6,8 +6,9 @@
 With the bundled model, 200 random JSON schemas, whose strings and arrays are bounded, are answered, 16 at a
 time; each reply is validated by jsonschema. Grammars are checked and compiled as the engine does it,
 and masks are computed along the replies, one row at a time. A timed step has 16 rows and no prompt: unguided,
-or guided by a schema whose replies do not end. Both take turns; medians. Results go to guided.json and
-gpu_guided.json in bench/results.
+or guided by a schema whose replies do not end. Both take turns; medians. On a GPU there are two more kinds of
+steps, which are sampled without a graph, and the parts of a guided step are measured too. Results go to
+guided.json and gpu_guided.json in bench/results.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import segue
-from bench import report, suite
+from bench import guided_parts, report, suite
 from bench.model_dir import with_tokenizer
 from segue.api.guided import guided_options
 from segue.api.native import NativeSampling
@@ -229,20 +230,29 @@ def main() -> int:
         outcomes = {
             str(temperature): answer(engine, schemas, temperature) for temperature in args.temperature
         }
-        steps: dict[str, list[float]] = {"unguided": [], "guided": []}
-        cpu: dict[str, list[float]] = {"unguided": [], "guided": []}
         sampled = {"temperature": 1.0, "sampling_seed": 1}
+        kinds = {"unguided": sampled | {"ignore_eos": True}, "guided": sampled | {"json_schema": TIMED}}
+        phases: dict[str, float] = {}
+        for params in kinds.values():  # to warm up; the phases are those of guided steps without a penalty
+            step_ms(engine, batch, params)
+            phases = engine.get_server_info()["internal_states"][0].get("guided_ms", {})
+        if on_gpu:
+            kinds |= {f"{name} + penalty": each | {"presence_penalty": 0.1} for name, each in kinds.items()}
+        steps: dict[str, list[float]] = {name: [] for name in kinds}
+        cpu: dict[str, list[float]] = {name: [] for name in kinds}
         for repetition in range(args.repetitions + 1):
-            pair = (
-                step_ms(engine, batch, sampled | {"ignore_eos": True}),
-                step_ms(engine, batch, sampled | {"json_schema": TIMED}),
-            )
+            pair = [step_ms(engine, batch, params) for params in kinds.values()]
             print(f"steps: repetition {repetition} of {args.repetitions}", flush=True)
             if repetition > 0:  # the first warms up
                 for name, (clock_ms, cpu_ms) in zip(steps, pair, strict=True):
                     steps[name].append(round(clock_ms, 2))
                     cpu[name].append(round(cpu_ms, 2))
     timed = time_grammars(vocabulary, schemas, next(iter(outcomes.values()))["ids"])
+    parts = {"phases of a step": phases}
+    if on_gpu:
+        size = len(vocabulary.tokens)
+        parts["the host alone"] = guided_parts.host_ms(make_tokenizer(vocabulary), TIMED, batch, size)
+        parts["the GPU alone"] = guided_parts.gpu_ms(batch, size)
     times = {name: quantiles(ms) for name, ms in timed.items() if ms}
     medians = {name: statistics.median(values) for name, values in steps.items()}
     cpu_medians = {name: statistics.median(values) for name, values in cpu.items()}
@@ -257,8 +267,11 @@ def main() -> int:
     report.show(
         f"a step of {batch} rows, ms",
         [*medians, "ratio", "bar"],
-        [[*(f"{ms:.1f}" for ms in medians.values()), f"{ratio:.2f}", f"{bar}"]],
+        [[*(f"{ms:.2f}" for ms in medians.values()), f"{ratio:.2f}", f"{bar}"]],
     )
+    for name, each in parts.items():
+        table = [[part, f"{ms:.3f}"] for part, ms in each.items()]
+        report.show(f"{name}, {batch} rows, ms", ["", "p50"], table)
     count = len(outcomes) * len(schemas)
     print(f"of {count} replies {wrong} are not valid, and {by_length} did not end by themselves")
     figures = {
@@ -280,6 +293,7 @@ def main() -> int:
         "step_ms": medians,
         "step_ratio": round(ratio, 3),
         "step_bar": bar,
+        "parts_ms": parts,
         "step_cpu_ms": cpu_medians,
         "step_cpu_ratio": round(cpu_medians["guided"] / cpu_medians["unguided"], 3),
         "repetitions": {"clock": steps, "cpu": cpu},

@@ -7,18 +7,22 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
 from segue.errors import InvalidRequestError
 from segue.guided.matchers import Guide
 from segue.messages.control import PauseMode
+from segue.model_runner import runner
+from segue.model_runner.executor import CUDAStream
 from tests.conftest import WaitUntil
 from tests.e2e.engines import state, until
 from tests.support.fake_engine import assert_nothing_left
@@ -175,6 +179,37 @@ def test_a_preempted_output_is_the_uninterrupted_one(engine: segue.Engine) -> No
     together = engine.generate(PROMPTS[:1] * 8, params)
     assert state(engine)["num_preemptions"] > before
     assert [each["output_ids"] for each in together] == [each["output_ids"] for each in alone]
+
+
+class HostStream(CUDAStream):
+    """Launches steps on a CPU as `CUDAStream` does on CUDA: on the thread that submits them."""
+
+    num_apart = 0
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = nullcontext()
+        stream.synchronize = lambda: None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "Stream", lambda *_, **__: stream)
+            super().__init__(device)
+
+    def submit_halves(self, first: Any, *, apart: bool) -> Any:
+        HostStream.num_apart += apart
+        return super().submit_halves(first, apart=apart)
+
+
+def test_outputs_are_the_same_where_sampling_is_launched_behind_the_next_plan(
+    engine: segue.Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [drawn(100, **guide) for guide in [*LONG, {}, {"regex": "[ab]{2}"}, {"top_k": 3}]]
+    expected = engine.generate([*PROMPTS, *PROMPTS], params)
+    monkeypatch.setattr(runner, "make_stream", HostStream)
+    with segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other:
+        replies = other.generate([*PROMPTS, *PROMPTS], params)
+        plain = other.generate(PROMPTS[0], drawn(30))
+    assert HostStream.num_apart > 90 and plain["output_ids"] == expected[3]["output_ids"][:30]
+    for reply, same in zip(replies, expected, strict=True):
+        assert (reply["output_ids"], reason(reply)) == (same["output_ids"], reason(same))
 
 
 @pytest.mark.parametrize("mode", ["finished", "aborted"])

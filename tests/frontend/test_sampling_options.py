@@ -15,6 +15,7 @@ from segue.frontend.sampling_options import (
     num_entries,
 )
 from segue.frontend.tokenizer import check_prompt_len, check_token_ids
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import SamplingParams, unpack_ids
 
 LIMITS = RequestLimits(max_seq_len=100, vocab_size=50, eos_ids=(2, 7))
@@ -160,6 +161,8 @@ def test_top_k_that_excludes_nothing_is_off(top_k: int) -> None:
         ({"top_p": 0.9}, "filtered"),
         ({"top_k": 20, "logprobs": 0}, "filtered"),
         ({"min_p": 0.1}, "filtered"),
+        ({"grammar": GrammarSpec("regex", "a"), "top_p": 0.9, "logprobs": 0}, "guided"),
+        ({"grammar": GrammarSpec("regex", "a"), "presence_penalty": 0.5}, "full"),
         ({"logprobs": 1}, "full"),
         ({"top_p": 0.9, "presence_penalty": 0.5}, "full"),
     ],

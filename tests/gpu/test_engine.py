@@ -57,7 +57,7 @@ def test_server_info_has_what_capturing_the_graphs_of_each_kind_took(tmp_path):
     with segue.Engine(**options, embedded=True) as engine:
         decided = engine.get_server_info()["decided"]
     costs = decided["graphs"]
-    assert set(costs) == {"decode", "forward", "prefill", "sampling"}
+    assert set(costs) == {"decode", "guided", "forward", "prefill", "sampling", "masked"}
     assert all(cost["num_graphs"] > 0 and cost["seconds"] > 0 for cost in costs.values())
     assert sum(cost["num_bytes"] for cost in costs.values()) > 0
     [step] = [step for step in decided["init_steps"] if step["name"] == "CUDA graphs"]

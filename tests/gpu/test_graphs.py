@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from segue.logs import logger
 from segue.memory.budget import GRAPH_RESERVE
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.model_runner import startup
 from segue.model_runner.graphs import GraphMismatchError
 from tests.model_runner import making, tiny
@@ -137,6 +138,45 @@ def test_the_replay_of_each_graph_at_start_changes_no_output(make, monkeypatch, 
     assert outputs[0] == outputs[1]
 
 
+def test_guided_steps_have_graphs_and_the_tokens_of_a_cpu(make):
+    # With several rows in use, out of order, and rows without a grammar between them.
+    tokens = [b"<end>", *(f"{number} ".encode() for number in range(1, making.VOCAB))]
+    vocabulary = GuidedVocabulary(tokens=tokens, special_ids=[0], eos_ids=[0])
+    outputs, kinds = [], []
+    for options in ({"graph_self_check": True}, {"disable_cuda_graph": True}, {"device": "cpu"}):
+        runner = make(dtype="float32", **options)
+        runner.set_vocabulary(vocabulary)
+        planner = planner_of(runner)
+        sequences = [
+            planner.add(
+                prompt,
+                logprobs=0,
+                seed=index,
+                temperature=index / 2,
+                grammar=GrammarSpec("regex", "([0-9]*[13579] ([0-9]*[02468] )){9}") if index != 2 else None,
+            )
+            for index, prompt in enumerate(prompts(17, 30, 14, 40, 9))
+        ]
+        planner.run([(each, len(each.tokens)) for each in sequences])
+        steps, launched = [], None
+        for step in range(8):  # the next step is launched before the last one is read, as when serving
+            behind = planner.launch([(each, 1) for each in sequences[step % 2 :]])
+            if launched is not None:
+                steps.append(launched.read())
+            launched = behind
+        steps.append(launched.read())
+        kinds.append({step.graph for step in steps})
+        outputs.append([each.output for each in sequences])
+        assert not any(step.failures for step in steps)
+    assert kinds == [{"guided"}, {None}, {None}]
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] == outputs[2][0]  # greedy: a draw may differ where sums round differently
+    for index in (0, 1, 3, 4):
+        assert [token % 2 for token in outputs[0][index]] == [1, 0, 1, 0, 1, 0, 1, 0, 1][
+            : len(outputs[0][index])
+        ]
+
+
 def test_padding_of_an_earlier_step_changes_nothing(make):
     # Fillers are rewritten in every step, and the results of padding go to the dummy slot.
     outputs, _ = drive(make(dtype="float32", **GRID))
@@ -248,7 +288,7 @@ def test_a_replay_copies_its_inputs_in_one_copy_and_never_waits(make, options):
 def test_what_the_graphs_of_each_kind_have_cost_is_known(make):
     runner = make(dtype="bfloat16", chunked_prefill_size=2048, **GRID)
     costs = runner.graph_costs
-    assert set(costs) == {"decode", "sampling", "forward", "prefill", "grid"}
+    assert set(costs) == {"decode", "guided", "sampling", "masked", "forward", "prefill", "grid"}
     assert sum(cost.num_graphs for cost in costs.values()) == executor_of(runner).num_graphs
     assert all(cost.num_graphs > 0 and cost.seconds > 0 for cost in costs.values())
     # The kinds share a pool, so a small kind may find all the memory that it needs there.

@@ -188,6 +188,52 @@ def test_plain_sampling_chooses_the_tokens_of_the_cpu(vocab) -> None:
     assert (logprob_ring[[0, 1, 3]] == 1).all()
 
 
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("vocab", [100, 5000, 151936])
+def test_masks_give_the_tokens_of_masked_logits_and_the_logprobs_of_raw_ones(vocab, filters) -> None:
+    from segue.kernels.triton.sampling import sample_plain
+    from segue.sampling.token_mask import forbid
+
+    count, slots = 40, 64
+    raw = normal(count, vocab) * 3
+    raw[3, vocab // 2], raw[4, vocab // 3] = torch.nan, torch.inf
+    rows = torch.randperm(slots, device="cuda")[:count].int()
+    positions = torch.arange(count, dtype=torch.int32, device="cuda")
+    words = torch.randint(-(2**31), 2**31, (slots, (vocab + 31) // 32), dtype=torch.int32)
+    words[5] = 0
+    words[5, -1] = 1 << ((vocab - 1) % 32) if vocab % 32 else -(2**31)  # the last token alone
+    guided = torch.tensor([0, 1] * (slots // 2), device="cuda")
+    columns = {
+        "inverse_temperatures": torch.tensor([0.0, 1.0, 0.7, 1.4] * (slots // 4), device="cuda"),
+        "seeds": torch.arange(slots, device="cuda"),
+        "num_top": torch.zeros(slots, dtype=torch.int64, device="cuda"),
+        "filters": None,
+    }
+    if filters:
+        top_k = torch.tensor([0, 5, 0, 9], device="cuda").repeat(slots // 4)
+        top_p = torch.full((slots,), 0.9, device="cuda")
+        columns["filters"] = (top_k, top_p, torch.zeros(slots, device="cuda"))
+    found = []
+    for masks in (None, (words.pin_memory(), guided), (words.cuda(), guided)):
+        logits = raw.clone()
+        if masks is None:
+            masked = guided[rows.long()].nonzero().flatten()
+            forbid(logits, masked, words.cuda()[rows[masked].long()])
+        ring = torch.full((1, count), -7, dtype=torch.int32).pin_memory()
+        logprobs = torch.zeros(1, count).pin_memory()
+        sample_plain(
+            logits, rows, positions, **columns, masks=masks, ring=ring, logprob_ring=logprobs,
+            ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        assert (ring[0, [3, 4]] == -1).all() and (ring[0, 5:] >= 0).all()
+        found.append((ring[0].long(), logits.nan_to_num(1e9), logprobs[0]))
+    for tokens, logits, logprobs in found[1:]:
+        assert torch.equal(tokens, found[0][0]) and torch.equal(logits, found[0][1])
+        exact = raw.double().log_softmax(-1).cpu().gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+        assert (logprobs - exact)[tokens >= 0].abs().max() < 1e-4
+
+
 def _make_non_finite(logits: torch.Tensor) -> int:
     """Make the first rows non-finite, each temperature in each way; returns how many rows have no token."""
     logits[0:4] = torch.nan

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from segue.guided.matchers import Allowed
 from segue.kvcache.page_table import PageTable
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NON_FINITE, NewSlot, StepPlan
 from segue.model_runner.batch_state import BatchState
+from segue.model_runner.mask_table import MaskTable
 from segue.model_runner.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -26,20 +29,47 @@ KINDS = [
 ]
 
 
-def _sample(device: str, logits: torch.Tensor):
+class Grammars:
+    """Stands for `Matchers`: every second row has a grammar, which allows half of the tokens."""
+
+    def __init__(self, masks: MaskTable) -> None:
+        self._masks = masks.host  # read by the device, too
+        self._masks[:] = np.random.default_rng(0).integers(-(2**31), 2**31, self._masks.shape)
+
+    def wait(self, slots: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
+        return (slots % 2 == 0).nonzero()[0], {}
+
+    def allowed(self, slots: np.ndarray) -> Allowed:
+        rows, failures = self.wait(slots)
+        return Allowed(rows=rows, masks=self._masks[slots[rows]], failures=failures)
+
+
+def _sample(device: str, logits: torch.Tensor, guided: bool = False):
     table = PageTable(max_running=ROWS, max_seq_len=64, page_size=4, scratch_page=99, device=device)
     state = BatchState(table, max_seq_len=64)
     new_slots = [
         NewSlot(
-            slot, pack_ids(range(slot, slot + 20)), 15, SamplingParams(max_new_tokens=9, seed=slot, **kind)
+            slot,
+            pack_ids(range(slot, slot + 20)),
+            15,
+            SamplingParams(
+                max_new_tokens=9,
+                seed=slot,
+                grammar=GrammarSpec("regex", "a") if guided and slot % 2 == 0 else None,
+                **kind,
+            ),
         )
         for slot, kind in enumerate(KINDS[i % len(KINDS)] for i in range(ROWS))
     ]
+    if guided:
+        state.masks = MaskTable(len(table.data), VOCAB, state.device)
     slots, flags = list(range(ROWS)), [True] * ROWS
     pages = [(slot, 0, [slot]) for slot in slots]
     state.apply(StepPlan(1, new_slots, pages, 0, slots, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
     state.writer.flush()
     assert state.page_table.data[:ROWS, 0].tolist() == slots
+    if guided:  # after `apply`, which would give them the grammars
+        state.matchers = Grammars(state.masks)
     return Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
 
 
@@ -64,3 +94,24 @@ def test_tokens_and_logprobs_are_those_of_the_cpu():
     assert (found.tokens.cpu() == expected.tokens).float().mean() > 0.98
     assert found.logprobs is not None and expected.logprobs is not None
     torch.testing.assert_close(found.logprobs.chosen.cpu(), expected.logprobs.chosen, atol=1e-4, rtol=1e-4)
+
+
+def test_guided_rows_draw_what_their_masks_allow_as_on_the_cpu():
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    expected, found = (
+        _sample("cpu", logits.clone(), guided=True),
+        _sample("cuda", logits.clone(), guided=True),
+    )
+    tokens = found.tokens.cpu()
+    assert (tokens == expected.tokens).float().mean() > 0.98
+    masks = MaskTable(ROWS + 1, VOCAB, torch.device("cpu"))
+    Grammars(masks)
+    words = masks.host[np.arange(ROWS), tokens.numpy() // 32]
+    assert ((words >> (tokens.numpy() % 32)) & 1)[::2].all()
+    free = _sample("cuda", logits.clone())
+    assert torch.equal(free.tokens.cpu()[1::2], tokens[1::2]) and not torch.equal(free.tokens.cpu(), tokens)
+    assert found.logprobs is not None and expected.logprobs is not None
+    same = (tokens == expected.tokens)[found.logprob_indices]
+    torch.testing.assert_close(
+        found.logprobs.chosen.cpu()[same], expected.logprobs.chosen[same], atol=1e-4, rtol=1e-4
+    )

@@ -67,9 +67,14 @@ LANGUAGES = [
 ]
 
 
+def table() -> np.ndarray:
+    """Masks of ten slots, as an engine has them that has run for a while."""
+    return np.random.default_rng(0).integers(-(2**31), 2**31, (10, (SIZE + 31) // 32)).astype(np.int32)
+
+
 @pytest.fixture
 def matchers() -> Iterator[Matchers]:
-    made = Matchers(SIZE)
+    made = Matchers(table())
     made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
     yield made
     made.close()
@@ -166,6 +171,8 @@ def test_tokens_are_awaited_in_the_thread_and_masks_by_whoever_samples(matchers:
     known.set()
     reader.join(60)
     assert tokens_of(masks[0].masks[0]) == {EOS, TOKENS.index(b"a"), TOKENS.index(b"b")}
+    phases = matchers.median_ms()
+    assert list(phases) == ["tokens", "consume", "masks", "wait", "launch"] and min(phases.values()) >= 0
 
 
 def test_rows_whose_grammars_are_complete_are_known_with_their_token(matchers: Matchers) -> None:
@@ -226,7 +233,7 @@ def test_what_would_keep_a_step_waiting_fails_instead(matchers: Matchers) -> Non
 
 
 def test_without_its_vocabulary_only_guided_requests_fail() -> None:
-    made = Matchers(SIZE)
+    made = Matchers(table())
     made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[], eos_ids=[]))
     put(made, 0, spec("regex", "a"))
     assert allowed(made, 0).failures == {0: "the vocabulary of this model cannot be used for it"}

@@ -97,7 +97,7 @@ class Planner:
             num_logits=num_logits,
             samples=samples,
             sampling_mode=sampling_mode
-            or next(mode for mode in ("full", "filtered", "plain") if mode in sampling_modes),
+            or next(mode for mode in ("full", "guided", "filtered", "plain") if mode in sampling_modes),
         )
 
     def launch(self, work: list[tuple[Sequence, int]], sampling_mode: str | None = None) -> "Launched":

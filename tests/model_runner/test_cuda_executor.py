@@ -21,8 +21,10 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kernels.compilations import Compilations
 from segue.kvcache.pool import KVPool
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.model_runner import graphs, grid, static_inputs, warm_up
 from segue.model_runner.step_times import time_steps
+from segue.sampling.token_mask import forbid
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -73,7 +75,13 @@ class Paged(PagedBackend):
         return output
 
 
-def sample_plain(logits: Tensor, slots: Tensor, positions: Tensor, **state: Any) -> None:
+def sample_plain(
+    logits: Tensor, slots: Tensor, positions: Tensor, masks: tuple[Tensor, Tensor] | None = None, **state: Any
+) -> None:
+    if masks is not None:
+        rows = masks[1][slots.long()].nonzero().flatten()
+        logits = logits.clone()
+        forbid(logits, rows, masks[0][slots[rows].long()])
     tokens, ring_index = logits.argmax(-1), int(state["ring_index"])
     state["token_pool"][slots.long(), positions.long()] = tokens.int()
     state["ring"][ring_index, : len(tokens)] = tokens.int()
@@ -235,3 +243,26 @@ def test_captured_sampling_has_the_logprob_of_the_chosen_token(make: Any, llama:
         for i, entry in enumerate(sequence.logprobs):
             expected = logits[sequence.prompt_len - 1 + i, entry.token]
             assert entry.logprob == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_guided_steps_are_sampled_behind_a_graph_with_the_tokens_of_a_cpu(make: Any, llama: Any) -> None:
+    tokens = [b"<end>", *(f"{number} ".encode() for number in range(1, making.VOCAB))]
+    vocabulary = GuidedVocabulary(tokens=tokens, special_ids=[0], eos_ids=[0])
+    outputs, kinds = [], []
+    for runner in (make(), making.make_runner(llama[0])):
+        runner.set_vocabulary(vocabulary)
+        planner = Planner(runner)
+        sequences = [
+            planner.add(making.prompt(n, seed=n), logprobs=0, grammar=GrammarSpec("regex", regex))
+            for n, regex in ((17, "([0-9]*[13579] ){9}"), (9, "(([0-9]*[02468] )([0-9]*7 )){4}"))
+        ]
+        sequences.append(planner.add(making.prompt(5)))
+        steps = [planner.run([(each, len(each.tokens)) for each in sequences])]
+        steps += [planner.run([(each, 1) for each in sequences]) for _ in range(5)]
+        kinds.append([step.graph for step in steps])
+        outputs.append([each.output for each in sequences])
+        runner.close()
+    assert outputs[0] == outputs[1] and kinds == [["prefill", *["guided"] * 5], [None] * 6]
+    odd, mixed, free = outputs[0]
+    assert all(token % 2 for token in odd) and [token % 2 for token in mixed] == [0, 1] * 3
+    assert free == tiny.reference(llama[1], making.prompt(5), 6)

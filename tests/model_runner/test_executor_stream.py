@@ -75,6 +75,70 @@ class FakeStream:
     def synchronize(self): ...
 
 
+@pytest.fixture
+def cuda_stream(monkeypatch):
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    stream = CUDAStream(torch.device("cuda", 0))
+    yield stream
+    stream.close()
+
+
+def halves(seen, name):
+    """Work in two halves, which note their names and streams."""
+
+    def first():
+        seen.append((name, FakeStream.current.id))
+        return lambda: seen.append((f"rest of {name}", FakeStream.current.id))
+
+    return first
+
+
+def test_on_cuda_the_second_half_is_launched_before_what_is_submitted_next(cuda_stream):
+    seen = []
+    first = cuda_stream.submit_halves(halves(seen, "1"), apart=True)
+    assert not first.done() and seen == [("1", 7)]
+    second = cuda_stream.submit_halves(halves(seen, "2"), apart=True)
+    assert first.done() and not second.done()
+    cuda_stream.submit(lambda: seen.append(("3", 7))).result(10)
+    assert second.done()
+    assert cuda_stream.submit_halves(halves(seen, "4"), apart=False).done()
+    fifth = cuda_stream.submit_halves(halves(seen, "5"), apart=True)
+    cuda_stream.finish()
+    cuda_stream.finish()
+    assert fifth.done()
+    sixth = cuda_stream.submit_halves(halves(seen, "6"), apart=True)
+    cuda_stream.submit_long(lambda: seen.append(("7", 7))).result(10)
+    assert sixth.done()
+    names = [
+        "1",
+        "rest of 1",
+        "2",
+        "rest of 2",
+        "3",
+        "4",
+        "rest of 4",
+        "5",
+        "rest of 5",
+        "6",
+        "rest of 6",
+        "7",
+    ]
+    assert seen == [(name, 7) for name in names]
+
+
+def test_on_cuda_a_half_that_fails_ends_its_future_and_all_later_work(cuda_stream):
+    def fail():
+        raise ValueError("step 3 broke")
+
+    for first in (fail, lambda: fail):
+        cuda_stream._failure = None
+        broken = cuda_stream.submit_halves(first, apart=True)
+        for future in (cuda_stream.submit(lambda: 1), broken):
+            with pytest.raises(ValueError, match="step 3 broke"):
+                future.result(10)
+
+
 def test_on_cuda_what_takes_long_does_not_hold_up_the_thread_that_submits_steps(monkeypatch):
     monkeypatch.setattr(torch, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -19,6 +19,7 @@ from segue.model_runner.graphs import (
     choose_route,
     describe_costs,
     find_bucket,
+    guided_sizes,
     max_forward_graph_tokens,
     max_prompts,
     prefill_sizes,
@@ -77,6 +78,20 @@ def test_several_ranks_sample_with_filters_after_a_forward_graph() -> None:
     capture_sizes = CaptureSizes(sampling_modes=("plain",), decode=row_sizes(8), forward=token_sizes(64))
     assert choose_route(make_plan(5, []), capture_sizes) == Route("decode", 5)
     assert choose_route(make_plan(5, [], sampling_mode="filtered"), capture_sizes) == Route("forward", 16)
+
+
+def test_a_guided_decode_step_is_sampled_apart_and_has_few_graphs() -> None:
+    rows = row_sizes(100)
+    sizes = guided_sizes(rows)
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 100] and guided_sizes(row_sizes(64))[-2:] == [32, 64]
+    modes = ("plain", "filtered", "guided")
+    captured = CaptureSizes(sampling_modes=modes, decode=rows, guided=sizes, forward=token_sizes(256))
+    for count in range(1, 101):
+        route = choose_route(make_plan(count, [], sampling_mode="guided"), captured)
+        assert route.kind == "guided" and count <= route.tokens <= max(16, 2 * count)
+    assert choose_route(make_plan(5, [3], sampling_mode="guided"), captured).kind == "forward"
+    plain_alone = CaptureSizes(sampling_modes=("plain",), decode=rows, forward=token_sizes(256))
+    assert choose_route(make_plan(5, [], sampling_mode="guided"), plain_alone).kind == "forward"
 
 
 def test_small_models_have_larger_forward_graphs() -> None:

@@ -2,12 +2,15 @@
 
 :class:`Matchers` lives beside the sampler of rank 0. What takes time happens in one thread of its own, in the
 order in which it was asked for: a mask is computed from a step's token while the next step's model runs.
+
+The thread holds the GIL while it consumes tokens, and not while it computes masks.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +26,11 @@ from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
 MAX_COMPILED = 128  # grammars that are kept compiled: those that were used last
+# The phases of a step with guided rows: until its tokens are on the host; consuming them; computing the next
+# masks, which with the phase before should take less than a forward pass; what then is left to wait for; and
+# from there until sampling has been launched.
+PHASES = ("tokens", "consume", "masks", "wait", "launch")
+MAX_TIMED = 1024  # steps
 Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word is token 0; set: allowed
 
 
@@ -30,7 +38,8 @@ Mask = NDArray[np.int32]  # one bit per token, the lowest bit of the first word 
 class Guide:
     """One request's place in its grammar. The thread writes it; others read it once ``ready`` is done."""
 
-    mask: Mask  # `[ceil(V / 32)]`, of the next token
+    slot: int
+    mask: Mask  # `[ceil(V / 32)]`, of the next token: the slot's row
     late_eos: bool  # as in `SamplingParams`
     ready: Future[None]
     matcher: LLMatcher | None = None  # None: the grammar could not be followed; see `failure`
@@ -81,15 +90,21 @@ def make_tokenizer(vocabulary: GuidedVocabulary) -> LLTokenizer:
 class Matchers:
     """The guides of the request slots. A slot without a grammar has none, and costs nothing."""
 
-    def __init__(self, vocab_size: int, num_threads: int | None = 1) -> None:
-        """Take the number of tokens, and how many threads compute the masks of a step; None: most cores."""
-        self._num_words = (vocab_size + 31) // 32
+    def __init__(self, masks: Mask, num_threads: int = 1) -> None:
+        """Take the masks to write, `[slots, ceil(V / 32)]`, and how many threads compute those of a step.
+
+        A slot's row is written until `wait` has returned for it, and then not before `take`.
+        """
+        self._masks = masks
         self._num_threads = num_threads
+        self._times = {name: deque[float](maxlen=MAX_TIMED) for name in PHASES}
         self._guides: dict[int, Guide] = {}
         self._thread: ThreadPoolExecutor | None = None  # None: nothing was ever guided
         self._executor: LLExecutor | None = None
         self._tokenizer: LLTokenizer | None = None
-        self._eos_mask = np.zeros(self._num_words, dtype=np.int32)
+        self._waited_at = 0.0  # when `wait` returned
+        self._eos_mask = np.zeros(masks.shape[1], dtype=np.int32)
+        self._eos_words = np.empty(0, dtype=np.int64)  # those where the mask of the EOS tokens has a bit
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
@@ -102,8 +117,7 @@ class Matchers:
             self._guides.pop(slot, None)
             return
         spec = params.grammar
-        mask = np.zeros(self._num_words, dtype=np.int32)
-        guide = self._guides[slot] = Guide(mask, params.late_eos, ready=Future())
+        guide = self._guides[slot] = Guide(slot, self._masks[slot], params.late_eos, ready=Future())
         guide.ready = self._submit(lambda: self._begin(guide, spec, outputs))
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -112,22 +126,29 @@ class Matchers:
         if guides:
             self._submit(lambda: _free(guides))
 
-    def allowed(self, slots: NDArray[np.int64]) -> Allowed | None:
-        """Return what the rows with these slots may draw, once that is known; None: none is guided."""
-        if not self._guides:
-            return None
-        guides = [
-            (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
-        ]
+    def wait(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[int, str]] | None:
+        """Wait until the masks of these slots are known.
+
+        Returns the rows that are guided, and of them those whose grammars cannot be followed, with the
+        reasons; None: none is guided.
+        """
+        guides = self._guided(slots)
         if not guides:
             return None
-        for _, guide in guides:
-            guide.ready.result()
-        return Allowed(
-            rows=np.array([row for row, _ in guides], dtype=np.int64),
-            masks=np.stack([guide.mask for _, guide in guides]),
-            failures={row: guide.failure for row, guide in guides if guide.failure},
-        )
+        began = time.perf_counter()
+        for ready in {guide.ready for _, guide in guides}:
+            ready.result()
+        self._waited_at = time.perf_counter()
+        self._times["wait"].append(self._waited_at - began)
+        failures = {row: guide.failure for row, guide in guides if guide.failure}
+        return np.array([row for row, _ in guides], dtype=np.int64), failures
+
+    def allowed(self, slots: NDArray[np.int64]) -> Allowed | None:
+        """Return what the rows with these slots may draw, once that is known; None: none is guided."""
+        if (found := self.wait(slots)) is None:
+            return None
+        rows, failures = found
+        return Allowed(rows=rows, masks=self._masks[slots[rows]], failures=failures)
 
     def take(self, slots: NDArray[np.int64], read: Callable[[], Sequence[int]]) -> Future[list[int]] | None:
         """Go on from the tokens that a step has drawn for these slots, one each.
@@ -137,13 +158,10 @@ class Matchers:
         Returns the future of the rows whose grammars are complete, so that only EOS may follow; it is done
         before the next masks are. None: no row is guided.
         """
-        if not self._guides:
-            return None
-        guides = [
-            (row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))
-        ]
+        guides = self._guided(slots)
         if not guides:
             return None
+        self._times["launch"].append(time.perf_counter() - self._waited_at)
         complete: Future[list[int]] = Future()
         ready = self._submit(lambda: self._advance(guides, read, complete))
         for _, guide in guides:
@@ -154,6 +172,16 @@ class Matchers:
         """End the thread; nothing may be asked for afterwards."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+
+    def median_ms(self) -> dict[str, float]:
+        """Return the median milliseconds of each phase of the last guided steps."""
+        return {name: round(1e3 * statistics.median(each), 3) for name, each in self._times.items() if each}
+
+    def _guided(self, slots: NDArray[np.int64]) -> list[tuple[int, Guide]]:
+        """Return the rows of these slots that are guided."""
+        if not self._guides:
+            return []
+        return [(row, guide) for row, slot in enumerate(slots.tolist()) if (guide := self._guides.get(slot))]
 
     def _submit(self, work: Callable[[], None]) -> Future[None]:
         if self._thread is None:
@@ -173,6 +201,7 @@ class Matchers:
         self._executor = LLExecutor(self._num_threads)
         for token in vocabulary.eos_ids:
             self._eos_mask.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+        self._eos_words = self._eos_mask.nonzero()[0]
         logger.info("guided output: the vocabulary took %.2f s", time.monotonic() - started)
 
     def _begin(self, guide: Guide, spec: GrammarSpec, outputs: Sequence[int]) -> None:
@@ -212,9 +241,10 @@ class Matchers:
 
         A request whose grammar is complete has ended; its slot may be part of a step that was planned before.
         """
-        going_on, ended = list[Guide](), list[int]()
+        going_on, ended, stamps = list[Guide](), list[int](), [time.perf_counter()]
         try:
             tokens = read()
+            stamps.append(time.perf_counter())
             for row, guide in guides:
                 matcher = guide.matcher
                 if matcher is None or tokens[row] < 0 or matcher.is_stopped():
@@ -227,25 +257,31 @@ class Matchers:
             complete.set_exception(error)
             raise
         complete.set_result(ended)
+        stamps.append(time.perf_counter())
         self._fill(going_on)
+        stamps.append(time.perf_counter())
+        for name, start, end in zip(PHASES, stamps, stamps[1:], strict=False):
+            self._times[name].append(end - start)
 
     def _fill(self, guides: Sequence[Guide]) -> None:
         """Compute the masks of the next tokens."""
         if not guides:
             return
         assert self._executor is not None
-        masks = np.empty((len(guides), self._num_words), dtype=np.int32)
-        matchers = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
-        for guide, mask in zip(guides, masks, strict=True):
+        masks, eos = self._masks, self._eos_words
+        matchers = [(guide.matcher, guide.slot) for guide in guides if guide.matcher is not None]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        for guide in guides:
             assert guide.matcher is not None
+            mask = guide.mask
             if guide.matcher.is_error():
                 guide.failure = reason_of(guide.matcher.get_error().split("<state>")[0])
                 guide.matcher = None
                 mask[:] = -1
-            elif guide.late_eos and (others := mask & ~self._eos_mask).any():
-                mask = others
-            guide.mask[:] = mask
+            elif guide.late_eos and (mask[eos] & self._eos_mask[eos]).any():
+                others = mask & ~self._eos_mask
+                if others.any():
+                    mask[:] = others
 
 
 def _free(guides: Sequence[Guide]) -> None:

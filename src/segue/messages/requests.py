@@ -17,7 +17,7 @@ FIRST_WEIGHT_VERSION = "0"
 BEFORE_PREFILL = "Abort before prefill"  # the abort message of a request that never ran
 # handoff: the request goes on in a decode worker
 FinishReason = Literal["stop", "length", "abort", "error", "handoff"]
-SamplingMode = Literal["plain", "filtered", "full"]  # each mode includes the one before it
+SamplingMode = Literal["plain", "filtered", "guided", "full"]  # each mode includes the one before it
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -61,7 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         """The cheapest sampling mode that can serve this request.
 
         ``plain``: argmax, or temperature with keyed noise. ``filtered``: also top-k, top-p or min-p. Both
-        give the chosen token's log-probability, which RL asks for with every token. ``full``: anything else.
+        give the chosen token's log-probability, which RL asks for with every token. ``guided``: also a
+        grammar. ``full``: anything else.
         """
         if (
             self.presence_penalty != 0.0
@@ -72,9 +73,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             or self.bad_words
             or self.min_new_tokens > 0
             or self.logprobs > 0
-            or self.grammar is not None
         ):
             return "full"
+        if self.grammar is not None:
+            return "guided"
         return "filtered" if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 else "plain"
 
 

@@ -17,6 +17,7 @@ from segue.memory import backing
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner.inputs import PlanArrays
+from segue.model_runner.mask_table import MaskTable
 from segue.sampling.token_rules import TokenRules
 
 # Below the lowest temperature a draw is the argmax unless two logits are equal; above the highest all tokens
@@ -46,9 +47,10 @@ class SamplingColumns(Generic[Column]):
     prompt_len: Column  # int64
     min_len: Column  # int64, tokens of prompt and output before a stop token may be sampled
     num_top: Column  # int64, alternatives reported with each log-probability; -1: no log-probabilities
+    guided: Column  # int64, 1: the request has a grammar
 
 
-_INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top")
+_INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top", "guided")
 _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name not in _INTEGERS)
 
 
@@ -88,7 +90,9 @@ class BatchState:
             **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
         )
         self.rules: dict[int, TokenRules] = {}  # by slot; most slots have no entry
-        self.matchers: Matchers | None = None  # of guided requests; only the rank that samples has them
+        # Of guided requests; only the rank that samples has them.
+        self.matchers: Matchers | None = None
+        self.masks: MaskTable | None = None
 
     @staticmethod
     def num_bytes(*, max_running_requests: int, max_seq_len: int, page_size: int) -> int:
@@ -168,6 +172,7 @@ class BatchState:
         host.prompt_len[slot] = prompt_len
         host.min_len[slot] = prompt_len + params.min_new_tokens
         host.num_top[slot] = params.logprobs
+        host.guided[slot] = params.grammar is not None
         self.num_prompt_top[slot] = params.num_prompt_top
 
     def _set_rules(self, slot: int, params: SamplingParams) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ from segue.model_runner.graphs import (
     capture_kinds,
     choose_route,
     find_bucket,
+    guided_sizes,
     max_forward_graph_tokens,
     max_prefill_prompts,
     max_prompts,
@@ -66,12 +67,13 @@ class CUDAExecutor(StepExecutor):
         model, state, max_rows = self.model, self.state, self.max_rows
         collectives = model.collectives
         self._vocab_shard: VocabShard | None = None
-        self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the others run eagerly
+        self._captured_modes: Sequence[SamplingMode] = ("plain", "filtered", "guided")  # "full" runs eagerly
         if isinstance(collectives.fused_all_reduce, OneShotAllReduce):
             self._vocab_shard = VocabShard(
                 collectives.fused_all_reduce, model.shard.vocab_start, model.config.vocab_size
             )
-            self._captured_modes = ("plain",)  # each rank draws from its shard; filters need all shards
+            # Each rank draws from its shard; filters need all shards, and only rank 0 has masks.
+            self._captured_modes = ("plain",)
         elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
             self._captured_modes = ()
         self._inputs = DeviceInputs(
@@ -100,6 +102,14 @@ class CUDAExecutor(StepExecutor):
         rows = row_sizes(max_rows, self.row_buckets)
         for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
             self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
+        if "guided" in self._captured_modes:
+            few = guided_sizes(rows)
+            self._graphs["guided"] = Graphs(
+                "guided", few, self._run_guided, pool=self._pool, checked=self._checked_hidden
+            )
+            self._graphs["masked"] = Graphs(
+                "masked", rows, self._run_masked, pool=self._pool, checked=self._checked_logits
+            )
         tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
         self.register("forward", tokens, self._shape)
         self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
@@ -163,9 +173,10 @@ class CUDAExecutor(StepExecutor):
                 self._run_forward(self._shape(min(self._max_tokens, warm_up.NOT_FEW)))
                 for size in warm_up.captured_sizes(self._graphs["decode"].to_capture, steps):
                     self._run_decode(size)
-            warm_up.forbid_once(model.config.vocab_size, device)
             if device.type == "cuda":
                 tensor_ops.warm_up(device, model.embed.weight.dtype)
+        if self.state.matchers is not None:
+            self.state.matchers.forget(range(self.max_rows))
         self.state.step = 0
         free_garbage()
         return found
@@ -192,19 +203,21 @@ class CUDAExecutor(StepExecutor):
             forward=captured["forward"],
             prefill=captured["prefill"],
             sampling=captured["sampling"],
+            guided=captured.get("guided", ()),
+            masked=captured.get("masked", ()),
             registered=[partial(choose, captured[name]) for name, choose in self._choosers.items()],
         )
         return [f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in left_out.items()]
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> DeviceStepResult:
-        """Apply the plan, run the model, sample, and write the tokens where the next step reads them.
+    def start(self, plan: StepPlan) -> Callable[[], DeviceStepResult]:
+        """See `StepExecutor.start`; sampling is in the first half where a decode graph has both.
 
         At most `RING - 1` steps may be in flight: their inputs and tokens are in ring buffers on the host.
         """
         started = time.monotonic()
         arrays = self.state.apply(plan)
-        ring_index, count = plan.step % RING, sum(plan.samples)
+        ring_index = plan.step % RING
         route = choose_route(plan, self.capture_sizes)
         runs: list[PromptRun] = []
         hidden = self._sampled_hidden
@@ -213,14 +226,27 @@ class CUDAExecutor(StepExecutor):
             hidden = self._run_eagerly(arrays, ring_index, needs_all_hidden=bool(runs))
         else:
             self._replay(arrays, ring_index, route)
+        return partial(self._sample_step, arrays, started, route, hidden, runs)
+
+    @torch.inference_mode()
+    def _sample_step(
+        self, arrays: PlanArrays, started: float, route: Route, hidden: Tensor, runs: list[PromptRun]
+    ) -> DeviceStepResult:
+        """Sample behind what `start` has launched, unless that has done it; returns the step's result."""
+        plan = arrays.plan
+        ring_index, count = plan.step % RING, sum(plan.samples)
         # The general sampler serves the modes that no graph samples in. For the other modes sampling starts
         # here, unless the decode graph has done it.
         if count and plan.sampling_mode not in self._captured_modes:
             sampled = self._sample(arrays, self._sampled_hidden[:count])
         else:
-            if route.kind != "decode" and count:
-                self._sample_after_forward(count)
-            sampled = self._from_ring(arrays, ring_index)
+            failures: dict[int, str] = {}
+            if plan.sampling_mode == "guided" and count:
+                failures = self.sampler.await_masks(arrays.sample_slots)
+                self._sample_after_forward(count, guided=True)
+            elif route.kind != "decode" and count:
+                self._sample_after_forward(count, guided=False)
+            sampled = replace(self._from_ring(arrays, ring_index), failures=failures)
         return self._result(
             arrays,
             started,
@@ -234,8 +260,8 @@ class CUDAExecutor(StepExecutor):
 
     def _replay(self, arrays: PlanArrays, ring_index: int, route: Route) -> None:
         """Load the inputs of a step and replay its graph."""
-        if route.kind == "decode":
-            self._inputs.load_decode(arrays, route.tokens, ring_index)
+        if route.kind in ("decode", "guided"):
+            self._inputs.load_decode(arrays, route.tokens, ring_index, apart=route.kind == "guided")
             rows = len(arrays.slots)
         else:
             self._inputs.load(arrays, self._shapes[route.kind](route.size), ring_index)
@@ -263,13 +289,17 @@ class CUDAExecutor(StepExecutor):
         self.state.writer.flush()
         return self._run_forward(shape)
 
-    def _sample_after_forward(self, count: int) -> None:
+    def _sample_after_forward(self, count: int, *, guided: bool) -> None:
         """Sample the first `count` rows of `_sampled_hidden`, with a graph if one is large enough."""
-        bucket = find_bucket(self.capture_sizes.sampling, count)
-        if bucket is None:
-            self._run_sampling(count)
+        captured = self.capture_sizes
+        kind, sizes = ("masked", captured.masked) if guided else ("sampling", captured.sampling)
+        bucket = find_bucket(sizes, count)
+        if bucket is not None:
+            self._graphs[kind].replay(bucket, count)
+        elif guided:
+            self._run_masked(count)
         else:
-            self._graphs["sampling"].replay(bucket, count)
+            self._run_sampling(count)
 
     def _shape(self, tokens: int) -> StepShape:
         """Return the shape of the forward graph of `tokens` tokens: room for decode rows and prompts."""
@@ -301,15 +331,26 @@ class CUDAExecutor(StepExecutor):
         hidden = self.model(self._inputs.decode_context(size))
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
-    def _run_sampling(self, size: int) -> None:
+    def _run_guided(self, size: int) -> None:
+        """Run a decode step of `size` rows up to the hidden states: a guided graph's content."""
+        self._sampled_hidden[:size].copy_(self.model(self._inputs.decode_context(size)))
+
+    def _run_sampling(self, size: int, masks: tuple[Tensor, Tensor] | None = None) -> None:
         """Sample `size` rows of `_sampled_hidden`: a sampling graph's content."""
         slots, positions = self._inputs.sample_slots[:size], self._inputs.sample_positions[:size]
-        self._sample_plain(self._sampled_hidden[:size], slots, positions)
+        self._sample_plain(self._sampled_hidden[:size], slots, positions, masks)
 
-    def _sample_plain(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def _run_masked(self, size: int) -> None:
+        """Sample `size` rows of `_sampled_hidden`, some with a mask: a masked graph's content."""
+        self._run_sampling(size, self.sampler.masks)
+
+    def _sample_plain(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, masks: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Compute the logits of `hidden` and sample a token per row, into the token pool and the ring.
 
-        `positions` are those of the tokens to sample, in the sequences of the request slots `slots`.
+        `positions` are those of the tokens to sample, in the sequences of the request slots `slots`. `masks`
+        are as in `Sampler.masks`.
         """
         logits = self.model.lm_head(hidden)  # this rank's shard of the vocabulary, padding included
         if self._checked_logits is not None:
@@ -327,6 +368,7 @@ class CUDAExecutor(StepExecutor):
             logprob_ring=self._logprob_ring,
             ring_index=self._inputs.ring_index,
             filters=None if self._vocab_shard else (columns.top_k, columns.top_p, columns.min_p),
+            masks=masks,
             part=self._vocab_shard,
         )
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -45,6 +46,17 @@ class ComputeStream:
         """Queue `work`; the future is done when `work` has run, or on CUDA when it has been launched."""
         return self._executor.submit(self._run, work)
 
+    def submit_halves(self, first: Callable[[], Callable[[], Result]], *, apart: bool) -> Future[Result]:
+        """Queue work in two halves; `first` returns the second one, whose result the future has.
+
+        On CUDA, with `apart`, the second half is launched by `finish`, or before what is submitted next. It
+        may wait for the host then, without holding up the calling thread so early.
+        """
+        return self.submit(lambda: first()())
+
+    def finish(self) -> None:
+        """Launch what is left of work in halves."""
+
     def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
         """Queue `work` that takes long to launch, such as a copy of all weights; the caller never waits."""
         return self.submit(work)
@@ -72,6 +84,7 @@ class CUDAStream(ComputeStream):
         # stream of the default priority never gets this one.
         self._stream = torch.Stream(device, priority=-1)
         self._lock = threading.Lock()
+        self._second: Callable[[], None] | None = None  # the half that is left, and ends its future
         self._long = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="segue-long",
@@ -83,17 +96,46 @@ class CUDAStream(ComputeStream):
         """Run `work` here and now, with the stream as current one: its kernels are queued, not awaited."""
         done: Future[Result] = Future()
         with self._lock, self._stream:
+            self._finish()
+            self._end(work, done)
+        return done
+
+    def submit_halves(self, first: Callable[[], Callable[[], Result]], *, apart: bool) -> Future[Result]:
+        """See `ComputeStream.submit_halves`."""
+        if not apart:
+            return self.submit(lambda: first()())
+        done: Future[Result] = Future()
+        with self._lock, self._stream:
+            self._finish()
             try:
-                done.set_result(self._run(work))
+                self._second = partial(self._end, self._run(first), done)
             except Exception as failure:
                 done.set_exception(failure)
         return done
+
+    def finish(self) -> None:
+        """See `ComputeStream.finish`."""
+        if self._second is not None:
+            with self._lock, self._stream:
+                self._finish()
+
+    def _finish(self) -> None:
+        second, self._second = self._second, None
+        if second is not None:
+            second()
+
+    def _end(self, work: Callable[[], Result], done: Future[Result]) -> None:
+        try:
+            done.set_result(self._run(work))
+        except Exception as failure:
+            done.set_exception(failure)
 
     def submit_long(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on a thread of its own; what is submitted meanwhile may come between its kernels."""
         return self._long.submit(self._run_long, work)
 
     def _run_long(self, work: Callable[[], Result]) -> Result:
+        self.finish()
         own = self._stream  # the object belongs to the thread that has entered it, so this thread has another
         same = torch.Stream(
             stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type
@@ -103,6 +145,7 @@ class CUDAStream(ComputeStream):
 
     def close(self) -> None:
         self._long.shutdown(wait=True)
+        self.finish()
         self._stream.synchronize()
 
 
@@ -180,9 +223,11 @@ class ForwardOutput:
     """The handle of a submitted step."""
 
     pending: Future[DeviceStepResult]
+    finish: Callable[[], None] = lambda: None  # launches what is left of the step, see `submit_halves`
 
     def ready(self) -> bool:
         """Whether :meth:`result` would return at once."""
+        self.finish()
         return self.pending.done() and self.pending.result().is_ready()
 
     def queue_behind(self) -> None:
@@ -190,12 +235,14 @@ class ForwardOutput:
 
         For a step on a CPU the thread waits. For a step on CUDA only the thread's current stream does.
         """
+        self.finish()
         result = self.pending.result()
         if result.copy_done is not None:
             result.copy_done.wait()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result, or raise the error of the step."""
+        self.finish()
         return self.pending.result().result()
 
 
@@ -211,9 +258,16 @@ class StepExecutor:
 
     logits_bytes: ClassVar[int] = 16 << 20  # float32 logits of prompt tokens held at a time
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> DeviceStepResult:
         """Apply the plan, run the model, sample, and write the tokens where the next step reads them."""
+        return self.start(plan)()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Callable[[], DeviceStepResult]:
+        """Do the first half of `run`, up to the model's hidden states; returns the second one, sampling.
+
+        Of a step with guided rows, the second half waits for their masks. No other step may come between.
+        """
         started = time.monotonic()
         arrays = self.state.apply(plan)
         runs = arrays.prompt_runs()
@@ -221,6 +275,17 @@ class StepExecutor:
         hidden = sampled_hidden = self.model(context)
         if len(hidden) != len(arrays.sample_slots):  # the model has returned the states of all tokens
             sampled_hidden = hidden[torch.from_numpy(arrays.last_tokens)]
+        return partial(self._second_half, arrays, started, sampled_hidden, hidden, runs)
+
+    @torch.inference_mode()
+    def _second_half(
+        self,
+        arrays: PlanArrays,
+        started: float,
+        sampled_hidden: Tensor,
+        hidden: Tensor,
+        runs: list[PromptRun],
+    ) -> DeviceStepResult:
         return self._result(arrays, started, self._sample(arrays, sampled_hidden), hidden, runs)
 
     def _sample(self, arrays: PlanArrays, hidden: Tensor) -> Sampled:
@@ -276,7 +341,7 @@ class StepExecutor:
         )
         if result.copy_done is not None:
             result.copy_done.record()
-        if self.state.matchers is not None and arrays.plan.sampling_mode == "full":
+        if self.state.matchers is not None and arrays.plan.sampling_mode in ("guided", "full"):
             # Masks of the next tokens are computed beside the next step.
             result.complete = self.state.matchers.take(arrays.sample_slots, result.tokens)
         return result

@@ -3,10 +3,13 @@
 The kinds of graphs share one memory pool:
 
 - `decode`: a step of decode rows only, from token ids to sampled tokens; one graph per number of rows.
+- `guided`: a step of decode rows only, some of them with a grammar, up to the hidden states: their masks come
+  while it runs. One graph per power of two.
 - `forward`: a step of any kind, up to the hidden states of the tokens that sample; one graph per number of
   tokens.
 - `prefill`: a forward graph without room for decode rows.
 - `sampling`: logits and plain sampling, replayed after any kind but `decode`; one graph per number of rows.
+- `masked`: `sampling` for steps with a grammar.
 
 Further kinds, for steps of prompts alone, register themselves, as the grid does (`grid.py`). A row is a
 sequence that decodes or samples. A bucket is a size that is captured: a step is padded up to it.
@@ -193,7 +196,9 @@ class CaptureSizes:
 
     sampling_modes: Sequence[SamplingMode] = ("plain", "filtered")  # the modes that graphs can sample in
     decode: Sequence[int] = ()  # rows
+    guided: Sequence[int] = ()  # rows
     sampling: Sequence[int] = ()  # rows
+    masked: Sequence[int] = ()  # rows
     forward: Sequence[int] = ()  # tokens
     prefill: Sequence[int] = ()  # tokens
     # Of the kinds that have registered themselves: chooses a graph for a step of prompts alone, if one fits.
@@ -222,12 +227,15 @@ def choose_route(plan: StepPlan, capture_sizes: CaptureSizes) -> Route:
     """
     count, sequences = plan.num_tokens, len(plan.slots)
     # A decode graph also samples, so it serves only the modes that it was captured with.
+    kind, sizes = "decode", capture_sizes.decode
+    if plan.sampling_mode == "guided":
+        kind, sizes = "guided", capture_sizes.guided
     if not capture_sizes.forward and not capture_sizes.decode:
         return Route("eager", count, reason="disabled")
     if plan.num_decode == sequences and plan.sampling_mode in capture_sizes.sampling_modes:
-        rows = find_bucket(capture_sizes.decode, sequences)
+        rows = find_bucket(sizes, sequences)
         if rows is not None:
-            return Route("decode", rows)
+            return Route(kind, rows)
     if sum(plan.num_logits) > sum(plan.samples):
         return Route("eager", count, reason="prompt_logprobs")
     for choose in capture_sizes.registered if plan.num_decode == 0 else ():
@@ -287,6 +295,14 @@ def row_sizes(max_rows: int, given: Sequence[int] | None = None) -> list[int]:
     max_rows = min(max_rows, MAX_ROWS)
     steps = [*range(1, 9), *range(12, 33, 4), *range(40, 129, 8), *range(144, max_rows + 1, 16)]
     return sorted({min(size, max_rows) for size in [*steps, max_rows]})
+
+
+def guided_sizes(rows: Sequence[int]) -> list[int]:
+    """Return the buckets of guided decode steps: the powers of two of `row_sizes`, and the last one.
+
+    They are few, because most engines never need them.
+    """
+    return [size for size in rows if size & (size - 1) == 0 or size == rows[-1]]
 
 
 def token_sizes(

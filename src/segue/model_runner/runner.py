@@ -89,7 +89,11 @@ class ModelRunner:
         input tokens where the previous step writes them.
         """
         self._last_step_at = time.monotonic()
-        output = ForwardOutput(self._stream.submit(partial(self._executor.run, plan)))
+        # A guided step is sampled when its masks are there, behind what the host does meanwhile. With several
+        # ranks all of them take part in sampling, and some may get nothing else to launch behind a step.
+        apart = plan.sampling_mode == "guided" and self.tp.size == 1
+        pending = self._stream.submit_halves(partial(self._executor.start, plan), apart=apart)
+        output = ForwardOutput(pending, self._stream.finish)
         self._recent[plan.step] = output
         self._recent.pop(plan.step - NUM_RECENT, None)
         return output
@@ -103,6 +107,10 @@ class ModelRunner:
         """Forget the grammars of slots that no submitted step uses."""
         if self._startup.matchers is not None:
             self._startup.matchers.forget(slots)
+
+    def guided_ms(self) -> dict[str, float]:
+        """Return the median milliseconds of the phases of guided steps."""
+        return {} if self._startup.matchers is None else self._startup.matchers.median_ms()
 
     def queue_behind(self, step: int) -> None:
         """Let what the calling thread does next come behind a step that was submitted; raises its error.

@@ -61,23 +61,31 @@ class Sampler:
         """Choose the tokens at `positions` of `slots`.
 
         Args:
-            logits: float32 `[B, V]`; overwritten if the mode is "full".
+            logits: float32 `[B, V]`; overwritten if the mode is "guided" or "full".
             slots: `[B]`, request slots.
             positions: `[B]`, of the tokens to sample; this is also the number of known tokens of the slot.
             sampling_mode: with "plain" no slot may use more than a temperature, or request alternatives; with
-                "filtered" top-k, top-p and min-p are allowed too; "full" allows everything.
+                "filtered" top-k, top-p and min-p are allowed too, and with "guided" a grammar; "full" allows
+                everything.
         """
         num_top = self._state.host.num_top[slots]
         requested = (num_top >= 0).nonzero()[0]  # the rows whose log-probabilities are requested
         raw = logits  # of these rows; copied where other rows exist or penalties overwrite the logits
-        if 0 < len(requested) < len(slots) or (sampling_mode == "full" and len(requested)):
+        guides = sampling_mode in ("guided", "full")
+        if 0 < len(requested) < len(slots) or (guides and len(requested)):
             raw = logits[self._index(requested)]
         failures: dict[int, str] = {}
         if sampling_mode == "full":
             self._penalise(logits, slots, positions)
             self._apply_rules(logits, slots, positions)
-            failures = self._guide(logits, slots)
-        tokens = self._choose(logits, slots, positions, filters=sampling_mode != "plain")
+        if guides:
+            failures = self.await_masks(slots) if logits.is_cuda else self._forbid(logits, slots)
+        if logits.is_cuda:
+            tokens = self._choose_on_cuda(
+                logits, slots, positions, filters=sampling_mode != "plain", masks=guides
+            )
+        else:
+            tokens = self._choose(logits, slots, positions, filters=sampling_mode != "plain")
         if not len(requested):
             return Sampled(tokens=tokens, failures=failures)
         # A row without a token gets the log-probability of token 0, which is not read.
@@ -87,13 +95,11 @@ class Sampler:
         return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=indices, failures=failures)
 
     def _choose(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
-        """Return one token per row, int64 `[B]`, from the final logits.
+        """Return one token per row, int64 `[B]`, from the final logits, on a CPU.
 
-        On a CPU the rows are split by how they choose, so that none pays for what only others need: argmax,
-        a draw, or a draw among filtered candidates. Without `filters` no row has top-k, top-p or min-p.
+        The rows are split by how they choose, so that none pays for what only others need: argmax, a draw, or
+        a draw among filtered candidates. Without `filters` no row has top-k, top-p or min-p.
         """
-        if logits.is_cuda:
-            return self._choose_on_cuda(logits, slots, positions, filters=filters)
         host = self._state.host
         draws, filtered = host.inverse_temperature[slots] > 0.0, np.zeros(len(slots), dtype=np.bool_)
         if filters:
@@ -111,8 +117,13 @@ class Sampler:
                 tokens[index] = method(logits[index], slots[kind], positions[kind])
         return tokens
 
-    def _choose_on_cuda(self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool) -> Tensor:
-        """Choose with the kernels of plain sampling, so that every sampling mode gives the same tokens."""
+    def _choose_on_cuda(
+        self, logits: Tensor, slots: Indices, positions: Indices, *, filters: bool, masks: bool
+    ) -> Tensor:
+        """Choose with the kernels of plain sampling, so that every sampling mode gives the same tokens.
+
+        With `masks` the logits of tokens that the rows' grammars do not allow are overwritten.
+        """
         from segue.kernels.triton.sampling import sample_plain
 
         columns, device = self._state.on_device, logits.device
@@ -126,8 +137,15 @@ class Sampler:
             ring=tokens,  # a ring of one line
             ring_index=torch.zeros(1, dtype=torch.int32, device=device),
             filters=(columns.top_k, columns.top_p, columns.min_p) if filters else None,
+            masks=self.masks if masks else None,
         )
         return tokens[0].to(torch.int64)
+
+    @property
+    def masks(self) -> tuple[Tensor, Tensor] | None:
+        """The masks of the request slots, and which slots have one, as `sample_plain` takes them."""
+        table = self._state.masks
+        return None if table is None else (table.rows, self._state.on_device.guided)
 
     def _argmax(self, logits: Tensor, slots: Indices, positions: Indices) -> Tensor:
         return argmax(logits)
@@ -192,8 +210,17 @@ class Sampler:
         if rows:
             apply_rules(logits, rows, state.token_pool)
 
-    def _guide(self, logits: Tensor, slots: Indices) -> dict[int, str]:
-        """Forbid in place what the rows' grammars do not allow next, once that is known.
+    def await_masks(self, slots: Indices) -> dict[int, str]:
+        """Wait until it is known what the rows' grammars allow next, which a CUDA device then reads.
+
+        Returns the rows whose grammars cannot be followed, with the reasons.
+        """
+        matchers = self._state.matchers
+        found = None if matchers is None else matchers.wait(slots)
+        return {} if found is None else found[1]
+
+    def _forbid(self, logits: Tensor, slots: Indices) -> dict[int, str]:
+        """Forbid in place what the rows' grammars do not allow next, once that is known; for a CPU.
 
         Returns the rows whose grammars cannot be followed, with the reasons.
         """

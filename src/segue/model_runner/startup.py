@@ -43,6 +43,7 @@ from segue.model_runner.demand import make_demand
 from segue.model_runner.eager import why_impossible
 from segue.model_runner.executor import StepExecutor, free_garbage
 from segue.model_runner.graphs import GraphMeter, describe_costs
+from segue.model_runner.mask_table import MaskTable
 from segue.model_runner.profile_run import check_sizes, make_pool, measure_activations, min_activations
 from segue.model_runner.sampler import Sampler
 from segue.model_runner.service_start import make_service_memory
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
 
 _EAGER = "none: steps run eagerly"
+# They compute the masks of guided requests, beside a GPU. Simple grammars need one for 64 rows in a step.
+MASK_THREADS = 8
 
 Made = tuple[int, str]  # the bytes that a step has allocated, and what it says about itself
 
@@ -276,8 +279,10 @@ class Startup:
         )
         self._state = BatchState(page_table, limits.max_seq_len)
         if self.tp.rank == 0:  # only it samples
-            threads = 1 if self._on_cpu else None  # on a CPU the steps have the cores
-            self.matchers = self._state.matchers = Matchers(self.source.config.vocab_size, threads)
+            slots, vocab_size = len(page_table.data), self.source.config.vocab_size
+            masks = self._state.masks = MaskTable(slots, vocab_size, self.resolved.device)
+            threads = 1 if self._on_cpu else MASK_THREADS  # on a CPU the steps have the cores
+            self.matchers = self._state.matchers = Matchers(masks.host, threads)
         return page_table.data.nbytes + self._state.token_pool.nbytes, ""
 
     def _make_backend(self) -> Made:

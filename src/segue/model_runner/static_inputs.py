@@ -106,12 +106,15 @@ class DeviceInputs:
         per_block = self._backend.queries_per_block(plan.num_tokens)
         return len(query_blocks(plan.lens, plan.num_decode, per_block))
 
-    def load_decode(self, arrays: PlanArrays, size: int, ring_index: int) -> None:
+    def load_decode(self, arrays: PlanArrays, size: int, ring_index: int, *, apart: bool = False) -> None:
         """Copy the inputs of a decode step to the device, padded to `size` slots.
 
         A decode step has a layout of its own: slots, positions and lengths, as each sequence has one token.
+        With `apart`, sampling is a graph of its own, which reads the header.
         """
         count, host = len(arrays.slots), self._staged[ring_index].numpy()
+        if apart:
+            self._fill_samples(host, arrays)
         host[:3] = ring_index, count, count
         step = self._rows(host, size)
         for row, values, filler in zip(
@@ -135,11 +138,8 @@ class DeviceInputs:
             grid_ends = np.arange(1, len(ends) + 1) * shape.prompt_len
             token_indices = np.arange(count) + (grid_ends - ends).repeat(arrays.lens)
             ends = grid_ends
-        counts, sample_slots, sample_positions, logits_indices = _split(host, self._header_sizes)
+        counts, logits_indices = self._fill_samples(host, arrays)
         counts[:] = ring_index, count, len(arrays.sample_slots)
-        # Always filled to the end: the sampling graph may be padded to more slots than the forward graph.
-        _fill(sample_slots, arrays.sample_slots, self._dummy)
-        _fill(sample_positions, arrays.sample_positions, 1)
         _fill(logits_indices, (ends - 1)[arrays.samples], 0)
         views = _Views(*_split(host[self._header_size :], _sizes(shape)))
         views.token_slots.fill(self._dummy)
@@ -161,6 +161,16 @@ class DeviceInputs:
             self._backend.init_forward_metadata_replay_batch_prefill_cuda_graph(
                 shape.sequences, shape.prompt_len, slots, kv_lens
             )
+
+    def _fill_samples(self, host: NDArray[np.int32], arrays: PlanArrays) -> list[NDArray[np.int32]]:
+        """Write the slots and positions that sample to the header; returns its other parts.
+
+        They are filled to the end: the sampling graph may be padded to more slots than the forward graph.
+        """
+        counts, sample_slots, sample_positions, logits_indices = _split(host, self._header_sizes)
+        _fill(sample_slots, arrays.sample_slots, self._dummy)
+        _fill(sample_positions, arrays.sample_positions, 1)
+        return [counts, logits_indices]
 
     def decode_slots(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the slots of a decode step and the positions of the tokens that they sample.

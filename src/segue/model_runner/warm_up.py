@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
 from segue.messages.control import EngineLimits
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import SamplingMode, SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
 from segue.models.decoder import Decoder
@@ -26,6 +26,9 @@ from segue.sizes import ceil_div
 SAMPLING: dict[SamplingMode, SamplingParams] = {
     "plain": SamplingParams(max_new_tokens=1, logprobs=0),
     "filtered": SamplingParams(max_new_tokens=1, logprobs=0, top_k=2, top_p=0.9, min_p=0.01),
+    "guided": SamplingParams(
+        max_new_tokens=1, logprobs=0, top_k=2, top_p=0.9, min_p=0.01, grammar=GrammarSpec("regex", "a")
+    ),
     "full": SamplingParams(
         max_new_tokens=1,
         min_new_tokens=1,
@@ -132,17 +135,6 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
         for size in {len(weight) for weight in weights if weight.dim() == 2}:
             found |= gemm.batch_invariant_rows(size, max_rows, device_facts())
     return found
-
-
-def forbid_once(vocab_size: int, device: torch.device) -> None:
-    """Load the operators that apply the mask of a grammar, on logits that nobody reads."""
-    from segue.sampling.token_mask import forbid
-
-    words = ceil_div(vocab_size, 32)
-    for rows in ([0], [0, 1]):
-        index = torch.tensor(rows, device=device)
-        masks = torch.full((len(rows), words), -1, dtype=torch.int32, device=device)
-        forbid(torch.zeros((2, vocab_size), device=device), index, masks)
 
 
 def _split(tokens: int, count: int) -> tuple[int, ...]:

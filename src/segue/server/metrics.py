@@ -28,7 +28,7 @@ from segue.server.access import Access, Routes
 from segue.server.metric_names import named
 
 LABEL = "model_name"
-GRAPH_KINDS = ("decode", "forward", "prefill", "grid")
+GRAPH_KINDS = ("decode", "guided", "forward", "prefill", "grid")
 OFFER_STATES = tuple(each.name.lower() for each in OfferState if each is not OfferState.ENDED)
 LEASE_STATES = tuple(each.name.lower() for each in LeaseState if each is not LeaseState.ENDED)
 _Make = Callable[..., Metric]

@@ -466,5 +466,7 @@ class SchedulerLoop:
             "weight_update": self._weights.status(time.monotonic()),
             "last_gen_throughput": self._throughput.per_second(time.monotonic()),
         }
+        if self._has_vocabulary:
+            state["guided_ms"] = self.runner.guided_ms()
         problems = find_problems(self.scheduler) if message.check else []
         self._send(State(message.call, state, problems))

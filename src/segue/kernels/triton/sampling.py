@@ -32,6 +32,7 @@ from segue.messages.steps import NON_FINITE
 
 _BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
 _BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
+_WORDS = tl.constexpr(_BLOCK.value * _BLOCKS.value // 32)  # of a mask, per program
 _NONE = tl.constexpr(NON_FINITE)
 _CHUNK = _BLOCK.value * _BLOCKS.value  # tokens per program
 
@@ -128,6 +129,9 @@ def _choose_block(
     stride,
     start,
     size,
+    masks,
+    mask_stride,
+    guided,
     PDL: tl.constexpr,
 ):
     """Choose from one chunk of one row: a block to draw from, or the likeliest token at temperature 0.
@@ -136,7 +140,8 @@ def _choose_block(
     its number: a block's score is its log-weight plus noise, a token's is its logit. A score of NaN or plus
     infinity says that the row has no token. The row's request gets `maxima` and `sums` if it asks for
     log-probabilities. `stride` is the distance of two rows of logits, `start` and `size` say which tokens
-    they cover.
+    they cover. The logits of tokens that the row's mask does not allow become minus infinity in place, for
+    the kernels that read them after this one; those that are not finite stay so.
     """
     i = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
@@ -145,11 +150,21 @@ def _choose_block(
     block = chunk * _BLOCKS + tl.arange(0, _BLOCKS)
     token = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
-    largest = tl.reduce(x, 1, _nan_max)
     out = i * tl.num_programs(0) + chunk
     if num_top is not None:
         if tl.load(num_top + slot) >= 0:
             _partial_sum(x, maxima, sums, out)
+    if masks is not None:
+        if tl.load(guided + slot) != 0:
+            # Each word is read once: the masks may be in memory of the host.
+            index = chunk * _WORDS + tl.arange(0, _WORDS)
+            word = tl.load(masks + slot * mask_stride + index, mask=index < mask_stride, other=0)
+            word = tl.reshape(word, (_BLOCKS, _BLOCK // 32))
+            bits = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            forbidden = (tl.reshape(bits, (_BLOCKS, _BLOCK)) == 0) & (token < size)
+            x = tl.where(forbidden, x + float("-inf"), x)
+            tl.store(logits + i * stride + token, x, mask=forbidden)
+    largest = tl.reduce(x, 1, _nan_max)
     inverse = tl.load(inverse_temperatures + slot)
     if inverse == 0.0:
         top = tl.reduce(largest, 0, _nan_max)
@@ -266,6 +281,7 @@ def sample_plain(
     num_top: Tensor | None = None,
     logprob_ring: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
+    masks: tuple[Tensor, Tensor] | None = None,
     part: VocabShard | None = None,
 ) -> None:
     """Sample one token for each of B rows; writes it to the token pool and to a line of `ring`.
@@ -288,10 +304,14 @@ def sample_plain(
         logprob_ring: float32, of the same shape and strides as `ring`; needed with `num_top`.
         filters: top-k (int64, 0: off), top-p (float32, 1: off) and min-p (float32, 0: off), by request slot;
             None: no request has a filter. Not allowed with `part`.
+        masks: int32 `[slots, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token `t` is
+            allowed, may be pinned host memory; and which request slots have one, int64, 0: it has none. The
+            logits of other tokens become minus infinity in place; log-probabilities are those without a mask.
+            None: no request has one. Not allowed with `part`.
         part: the shard of the vocabulary that `logits` cover; None: all of it. All ranks choose the same
             tokens, and each rank writes them.
     """
-    assert filters is None or part is None
+    assert (filters is None and masks is None) or part is None
     logits = logits.contiguous()  # they may be a slice without the vocabulary's padding
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
@@ -306,20 +326,24 @@ def sample_plain(
         "seeds": seeds,
         "stride": logits.stride(0),
     }
-    filtered = None
-    if filters is not None:
-        top_ks, top_ps, min_ps = filters
-        filtered = torch.empty(count, dtype=torch.int32, device=logits.device)
-        draw_filtered[(count,)](
-            **rows,
-            top_ks=top_ks,
-            top_ps=top_ps,
-            min_ps=min_ps,
-            out=filtered,
-            vocab_size=width,
-            **launch_options(WARPS, count),
-        )
-    rows |= {
+    filtered = None if filters is None else torch.empty(count, dtype=torch.int32, device=logits.device)
+
+    def draw_among_kept() -> None:
+        if filters is not None:
+            top_ks, top_ps, min_ps = filters
+            draw_filtered[(count,)](
+                **rows,
+                top_ks=top_ks,
+                top_ps=top_ps,
+                min_ps=min_ps,
+                out=filtered,
+                vocab_size=width,
+                **launch_options(WARPS, count),
+            )
+
+    if masks is None:
+        draw_among_kept()
+    more = {
         "num_top": num_top,
         "scores": torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device),
         "choices": torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device),
@@ -328,9 +352,20 @@ def sample_plain(
         "start": start,
         "size": size,
     }
-    _choose_block[(num_chunks, count)](**rows, **launch_options(4, count))
+    table, guided = masks or (None, None)
+    _choose_block[(num_chunks, count)](
+        **rows,
+        **more,
+        masks=table,
+        mask_stride=0 if table is None else table.stride(0),
+        guided=guided,
+        **launch_options(4, count),
+    )
+    if masks is not None:  # the filters apply to what the masks leave
+        draw_among_kept()
     _choose_token[(count,)](
         **rows,
+        **more,
         token_pool=token_pool,
         pool_stride=0 if token_pool is None else token_pool.stride(0),
         ring=ring,
