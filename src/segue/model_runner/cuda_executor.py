@@ -99,7 +99,14 @@ class CUDAExecutor(StepExecutor):
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
         rows = row_sizes(max_rows, self.row_buckets)
         for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
-            self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
+            self._graphs[name] = Graphs(
+                name,
+                rows,
+                run,
+                pool=self._pool,
+                checked=self._checked_logits,
+                shortened=model.distinct_layers,
+            )
         tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
         self.register("forward", tokens, self._shape)
         self.register("prefill", prefill_sizes(tokens), self._prefill_shape)
@@ -120,7 +127,7 @@ class CUDAExecutor(StepExecutor):
             shape: returns the shape of a step of one size.
             choose: for a kind that goes before `forward` in steps of prompts alone: returns the route to the
                 captured size that fits a plan, from the plan alone, or None.
-            warm_ups: eager runs before each capture.
+            warm_ups: eager runs before each capture, of the layers that differ.
         """
         self._shapes[name] = shape
         self._graphs[name] = Graphs(
@@ -129,6 +136,7 @@ class CUDAExecutor(StepExecutor):
             lambda size: self._run_forward(shape(size)),
             pool=self._pool,
             checked=self._checked_hidden,
+            shortened=self.model.distinct_layers,
             warm_ups=warm_ups,
         )
         if choose is not None:
