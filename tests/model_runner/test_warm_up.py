@@ -6,10 +6,12 @@ The tests of variants need Triton, but no GPU.
 from __future__ import annotations
 
 import ast
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -257,6 +259,64 @@ def test_kernels_are_compiled_and_not_launched(
                 assert ids.tolist() == rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
     assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
+
+
+def test_a_process_compiles_what_the_cache_on_disk_lacks(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+
+    from segue.kernels import compilations
+    from segue.kernels.compile_processes import Job, compile_job
+    from segue.kernels.triton import step_inputs
+
+    jobs: list[Job] = []
+
+    def compile(job: Job) -> bool:
+        jobs.append(job)
+        listener, knobs.compilation.listener = knobs.compilation.listener, None  # another process has none
+        compile_job(pickle.loads(pickle.dumps(job)))
+        knobs.compilation.listener = listener
+        return True
+
+    monkeypatch.setattr(compilations, "_processes", SimpleNamespace(compile=compile))
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: None)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
+    for expected in ((1, 0), (0, 1)):
+        step_inputs._gather_inputs.device_caches.clear()
+        with compilations.compiled_together(torch.device("cpu")) as found:
+            step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+        assert (found.compiled, found.loaded) == expected
+    assert [job.name for job in jobs] == ["_gather_inputs"]
+    step_inputs._gather_inputs.device_caches.clear()
+
+
+def test_a_kernel_is_made_ready_for_the_compiler_once(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    from segue.kernels import compilations
+    from segue.kernels.triton import step_inputs
+
+    asked: list[str] = []
+    compiler = JITFunction._do_compile
+    monkeypatch.setattr(
+        JITFunction, "_do_compile", lambda self, *args, **kw: asked.append("") or compiler(self, *args, **kw)
+    )
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: None)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    step_inputs._gather_inputs.device_caches.clear()
+    numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
+    with compilations.compiled_together(torch.device("cpu")):
+        for _ in range(5):
+            step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+    assert len(asked) == 1
+    step_inputs._gather_inputs.device_caches.clear()
 
 
 def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(

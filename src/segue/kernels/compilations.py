@@ -1,29 +1,37 @@
 """Compiles kernels before they are needed, several at a time, and tells of those that are compiled later.
 
 Triton compiles a kernel for each combination of its arguments' types and constants (a variant) when that is
-launched first, which takes half a second or more, and keeps it on disk (`TRITON_CACHE_DIR`). Most of this
-time is spent outside of Python's lock, so threads are enough to compile many variants together.
+launched first, which takes half a second or more, and keeps it on disk (`TRITON_CACHE_DIR`). A worker has
+processes that compile (`compile_processes.py`), and threads that wait for them and load what they have made.
+Without these processes the threads compile, and mostly wait for Python's lock.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from segue.kernels.compile_processes import CompileProcesses, missing_job
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
 _one_at_a_time = threading.Lock()  # engines of one process that start at the same time
+_processes: CompileProcesses | None = None  # of this process, while it starts
+_compiled_there = threading.local()  # `value`: whether they have compiled what this thread loads
 _MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
 _UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
 
@@ -41,6 +49,28 @@ class Compilations:
         with self._lock:
             self.loaded += is_loaded
             self.compiled += not is_loaded
+
+
+def start_processes(num_ranks: int) -> None:
+    """Fork processes that compile kernels, if this machine has a GPU; see `CompileProcesses.fork` for when.
+
+    `num_ranks` processes share the cores of this machine.
+    """
+    global _processes
+    if find_spec("triton") is not None and any(Path("/dev").glob("nvidia[0-9]*")):
+        _processes = CompileProcesses.fork(_num_compilers(num_ranks))
+
+
+def end_processes() -> None:
+    """End the processes that compile kernels, if there are any: all kernels are there."""
+    global _processes
+    processes, _processes = _processes, None
+    if processes is not None:
+        processes.close()
+
+
+def _num_compilers(num_ranks: int) -> int:
+    return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 @contextmanager
@@ -65,22 +95,29 @@ def compiled_together(
         """Take the place of a launch; other threads launch as ever."""
         return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
 
-    num_threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    def note(cache_hit: bool, **_: Any) -> None:
+        found.note(is_loaded=cache_hit and not getattr(_compiled_there, "value", False))
+
+    began = time.monotonic()
     with _one_at_a_time:
         launch, JITFunction.run = JITFunction.run, run
         try:
             with (
-                listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
-                _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
+                listening(note),
+                _Compilers(_num_compilers(num_ranks), "segue-compile", partial(_use, device)) as compilers,
                 AsyncCompileMode(compilers) as mode,
             ):
+                mode.submit = partial(_submit_once, mode.submit)
                 with _Zeros():
                     yield found
+                named = time.monotonic()
                 for done, _ in enumerate(as_completed(mode.raw_futures), 1):
                     if on_kernels is not None:
                         on_kernels(done, len(mode.raw_futures))
         finally:
             JITFunction.run = launch
+    text = "%d kernels were compiled and %d loaded: named in %.2f s, then waited for %.2f s"
+    logger.debug(text, found.compiled, found.loaded, named - began, time.monotonic() - named)
 
 
 @contextmanager
@@ -155,7 +192,19 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(_load, compile)
 
 
+def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any) -> Any:
+    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again."""
+    kernel, known = submit(key, compile, finalize), getclosurevars(finalize).nonlocals
+    if "kernel_cache" in known:  # else this version of Triton is another one, and may do it itself
+        known["kernel_cache"].setdefault(known["key"], kernel)
+    return kernel
+
+
 def _load(compile: Callable[[], Any]) -> Any:
+    processes = _processes
+    if processes is not None:
+        job = missing_job(compile)
+        _compiled_there.value = job is not None and processes.compile(job)
     kernel = compile()
     kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new
     return kernel

@@ -188,7 +188,7 @@ def capture_kinds(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect no garbage in the block: a collection takes as long as a capture, and may free memory of CUDA."""
+    """Collect no garbage in the block: that takes as long as a capture, and may free memory of CUDA."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
