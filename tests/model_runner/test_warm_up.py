@@ -92,7 +92,7 @@ def test_every_kernel_that_is_launched_is_compiled_at_the_start() -> None:
 def test_each_interval_of_rows_is_represented() -> None:
     steps = {3, 8, 40, 100}
     found = representatives(steps, 50)
-    assert found == [1, 3, 4, 8, 9, 40, 41, 50]
+    assert found == [1, 3, 8, 40, 50]
     classes = {sum(step < rows for step in steps) for rows in range(1, 51)}
     assert {sum(step < rows for step in steps) for rows in found} == classes
     assert representatives(steps, 1) == [1]

@@ -16,16 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from inspect import getclosurevars
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from segue.kernels.compile_processes import CompileProcesses, missing_job
+from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_job
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
@@ -57,7 +55,7 @@ def start_processes(num_ranks: int) -> None:
     `num_ranks` processes share the cores of this machine.
     """
     global _processes
-    if find_spec("triton") is not None and any(Path("/dev").glob("nvidia[0-9]*")):
+    if can_compile():
         _processes = CompileProcesses.fork(_num_compilers(num_ranks))
 
 

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 from segue.host import end_with_parent
@@ -126,6 +128,24 @@ class CompileProcesses:
             done.set_result(False)
 
 
+def can_compile() -> bool:
+    """Return whether this machine has what kernels are compiled for, without asking the driver."""
+    return find_spec("triton") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def import_triton() -> None:
+    """Import Triton, have its part of the driver compiled, and its key computed: it hashes 400 MB of itself.
+
+    A thread does it while another one imports torch. What fails here fails again where it is needed.
+    """
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaUtils
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+        CudaUtils()
+
+
 def missing_job(compile: Callable[[], Any]) -> Job | None:
     """Return the job of what Triton wants to be called in order to compile.
 
@@ -209,11 +229,8 @@ def _work(connection: socket.socket, work: Callable[[Job], None]) -> None:
 
 
 def _import_kernels() -> None:
-    """Import what the others then have: the kernels, and Triton's key of itself, which takes 0.3 s."""
-    from triton.runtime.cache import triton_key
-
+    """Import the kernels, which the others then have, too."""
     import segue.kernels.triton as package
 
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    triton_key()
