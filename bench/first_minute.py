@@ -34,13 +34,13 @@ def first_minute(size: str, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine in this process, run the batches, and return the figures."""
     from segue import Engine
 
-    timeline = Timeline()
+    timeline = StartTimeline()
     with Engine(suite.model_dir(size), **{**WORKLOAD, **options}) as engine:
         timeline.end(engine)
         return figures(engine, timeline)
 
 
-class Timeline:
+class StartTimeline:
     """Notes when this process gets the first message of a worker, and when each step of the start begins."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Timeline:
         return {name: round(at, 2) for name, at in sorted(self.began.items(), key=lambda item: item[1])}
 
 
-def figures(engine: Any, timeline: Timeline) -> dict[str, Any]:
+def figures(engine: Any, timeline: StartTimeline) -> dict[str, Any]:
     """Run the batches on an engine that has just started, and return the figures of both."""
     from segue.bench.offline import Batch, generate
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.first_minute import Timeline, missed
+from bench.first_minute import StartTimeline, missed
 from segue.launch.runtime import Runtime
 from segue.messages.control import StartStep
 from tests.support.fake_engine import FakeEngine
@@ -42,7 +42,7 @@ def test_the_timeline_has_the_parts_of_a_start_in_order(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Runtime, "_receive", Runtime._receive)  # and so is put back at the end
-    timeline = Timeline()
+    timeline = StartTimeline()
     with FakeEngine(str(tiny_model), load_format="dummy", log_level="error") as engine:
         timeline.end(engine)
     assert [*timeline.sorted()] == ["imported", "worker began", "worker imported", "ready"]
@@ -51,7 +51,7 @@ def test_the_timeline_has_the_parts_of_a_start_in_order(
 def test_the_timeline_has_the_steps_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
     monkeypatch.setattr(Runtime, "_receive", lambda _, message: received.append(message))
-    timeline: Any = Timeline()
+    timeline: Any = StartTimeline()
     steps = [StartStep(rank, name, 1, 2) for rank, name in ((0, "device"), (1, "other"), (0, "weights"))]
     for step in steps:
         Runtime._receive(object(), step)  # type: ignore[arg-type]

@@ -268,15 +268,15 @@ def test_a_process_compiles_what_the_cache_on_disk_lacks(
     from triton.compiler import CompiledKernel
 
     from segue.kernels import compilations
-    from segue.kernels.compile_processes import Job, compile_job
+    from segue.kernels.compile_processes import Variant, compile_variant
     from segue.kernels.triton import step_inputs
 
-    jobs: list[Job] = []
+    jobs: list[Variant] = []
 
-    def compile(job: Job) -> bool:
+    def compile(job: Variant) -> bool:
         jobs.append(job)
         listener, knobs.compilation.listener = knobs.compilation.listener, None  # another process has none
-        compile_job(pickle.loads(pickle.dumps(job)))
+        compile_variant(pickle.loads(pickle.dumps(job)))
         knobs.compilation.listener = listener
         return True
 

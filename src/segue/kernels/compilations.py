@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_job
+from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
@@ -201,7 +201,7 @@ def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: A
 def _load(compile: Callable[[], Any]) -> Any:
     processes = _processes
     if processes is not None:
-        job = missing_job(compile)
+        job = missing_variant(compile)
         _compiled_there.value = job is not None and processes.compile(job)
     kernel = compile()
     kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new

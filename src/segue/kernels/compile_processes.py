@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 17  # of a job; the longest ones have 4 KB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Variant:
     """One variant of a kernel, as another process can compile it."""
 
     module: str
@@ -59,7 +59,7 @@ class CompileProcesses:
         self._receiver: threading.Thread | None = None
 
     @classmethod
-    def fork(cls, count: int, work: Callable[[Job], None] | None = None) -> CompileProcesses:
+    def fork(cls, count: int, work: Callable[[Variant], None] | None = None) -> CompileProcesses:
         """Fork the first process, which makes itself `count` when there is work; `work` does one job.
 
         Call it where no other thread runs Python, and before CUDA is used.
@@ -80,7 +80,7 @@ class CompileProcesses:
         theirs.close()
         return cls(ours, pid)
 
-    def compile(self, job: Job) -> bool:
+    def compile(self, job: Variant) -> bool:
         """Compile a kernel to the cache on disk; False: the caller has to do it, and learns why it fails."""
         done: Future[bool] = Future()
         with self._lock:
@@ -146,19 +146,19 @@ def import_triton() -> None:
         CudaUtils()
 
 
-def missing_job(compile: Callable[[], Any]) -> Job | None:
+def missing_variant(compile: Callable[[], Any]) -> Variant | None:
     """Return the job of what Triton wants to be called in order to compile.
 
     None: it is in the cache on disk, or the caller has to do it, as this version of Triton is another one.
     """
     try:
-        return _missing_job(**getclosurevars(compile).nonlocals)
+        return _missing_variant(**getclosurevars(compile).nonlocals)
     except (TypeError, AttributeError, ImportError) as error:
         logger.debug("no process compiles kernels, as Triton's compiler is an unknown one: %r", error)
         return None
 
 
-def _missing_job(src: Any, options: Any, target: Any, env_vars: Any, **_: Any) -> Job | None:
+def _missing_variant(src: Any, options: Any, target: Any, env_vars: Any, **_: Any) -> Variant | None:
     from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
@@ -167,7 +167,7 @@ def _missing_job(src: Any, options: Any, target: Any, env_vars: Any, **_: Any) -
     if cache.get_file(f"{src.name[:150]}.json") is not None:
         return None
     function = src.fn.fn
-    return Job(
+    return Variant(
         module=function.__module__,
         name=function.__qualname__,
         signature=src.signature,
@@ -178,7 +178,7 @@ def _missing_job(src: Any, options: Any, target: Any, env_vars: Any, **_: Any) -
     )
 
 
-def compile_job(job: Job) -> None:
+def compile_variant(job: Variant) -> None:
     """Compile a kernel to the cache on disk, and the C code that launches it."""
     import triton
     from triton.backends.nvidia.driver import CudaLauncher
@@ -191,7 +191,9 @@ def compile_job(job: Job) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _serve(connection: socket.socket, parent: int, count: int, work: Callable[[Job], None] | None) -> None:
+def _serve(
+    connection: socket.socket, parent: int, count: int, work: Callable[[Variant], None] | None
+) -> None:
     """What the first process does; it does not return."""
     end_with_parent()
     if os.getppid() != parent:
@@ -199,7 +201,7 @@ def _serve(connection: socket.socket, parent: int, count: int, work: Callable[[J
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # standard input is the worker's lifeline
     if work is None:
-        work = compile_job
+        work = compile_variant
         _import_kernels()
     if not connection.recv(1, socket.MSG_PEEK):  # it waits for work, and there was none
         os._exit(0)
@@ -214,7 +216,7 @@ def _serve(connection: socket.socket, parent: int, count: int, work: Callable[[J
     os._exit(1)
 
 
-def _work(connection: socket.socket, work: Callable[[Job], None]) -> None:
+def _work(connection: socket.socket, work: Callable[[Variant], None]) -> None:
     """Do jobs until the worker has ended."""
     while message := connection.recv(_MOST_BYTES):
         number, job = pickle.loads(message)
