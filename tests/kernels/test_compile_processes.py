@@ -29,7 +29,8 @@ def work(job):
     os.write(writer, f"{os.getpid()} ".encode())
 
 def job(name):
-    return Variant(module="m", name=name, signature={}, constants={(1,): None}, attrs={}, options={}, target=0)
+    empty = dict.fromkeys(("signature", "attrs", "options"), {})
+    return Variant(module="m", name=name, constants={(1,): None}, target=0, **empty)
 
 reader, writer = os.pipe()
 processes = CompileProcesses.fork(3, work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from typing import Any
 
@@ -25,7 +27,7 @@ def test_triton_is_imported_beside_torch_where_there_is_a_gpu(
     monkeypatch.setattr(entry, "import_triton", lambda: done.append(threading.current_thread().name))
     monkeypatch.setattr(entry, "collect_from_now_on", lambda: done.append("collect"))
     monkeypatch.setattr(segue.worker.main, "main", work)
-    monkeypatch.setattr(entry.gc, "disable", lambda: None)
-    monkeypatch.setattr(entry.os, "_exit", lambda code: done.append(code))
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    monkeypatch.setattr(os, "_exit", done.append)
     entry.main()
     assert done == [*(["segue-triton"] if has_gpu else []), "collect", ("work", False), 0]
