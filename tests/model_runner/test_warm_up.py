@@ -293,6 +293,53 @@ def test_a_process_compiles_what_the_cache_on_disk_lacks(
     step_inputs._gather_inputs.device_caches.clear()
 
 
+def test_a_lean_launch_is_triton_s_launch_without_hooks(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+
+    from segue.kernels.compilations import compiled_together
+    from segue.kernels.launching import lean_launches
+    from segue.kernels.triton import norm, step_inputs
+
+    launches: list[tuple[Any, ...]] = []
+
+    def load(kernel: CompiledKernel) -> None:
+        kernel.module, kernel.function, kernel._run = 1, kernel.name, lambda *args: launches.append(args)
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
+    x, weight = torch.ones((3, 64), dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+
+    def run() -> list[tuple[Any, ...]]:
+        launches.clear()
+        step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+        norm.add_rms_norm(x, x, weight, 1e-6)
+        return [*launches]
+
+    with compiled_together(torch.device("cpu")):
+        run()
+    ours = run()
+    with lean_launches():
+        lean = run()
+    assert len(lean) == len(ours) == 2
+    for one, other in zip(ours, lean, strict=True):
+        assert [one[:6], other[6:9]] == [other[:6], (None, None, None)]
+        for mine, theirs in zip(one[9:], other[9:], strict=True):
+            same = (
+                isinstance(mine, torch.Tensor) and mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            )
+            assert same or mine == theirs
+    told: list[Any] = []
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [told.append])
+    with lean_launches():
+        assert run()[0][7] is knobs.runtime.launch_enter_hook
+    for kernel in (step_inputs._gather_inputs, norm._add_rms_norm):
+        kernel.device_caches.clear()
+
+
 def test_a_kernel_is_made_ready_for_the_compiler_once(
     fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
+from segue.kernels.launching import Launch, launched_by
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
-_one_at_a_time = threading.Lock()  # engines of one process that start at the same time
 _processes: CompileProcesses | None = None  # of this process, while it starts
 _compiled_there = threading.local()  # `value`: whether they have compiled what this thread loads
 _MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
@@ -85,35 +85,33 @@ def compiled_together(
     Yields the numbers of kernels, which are complete when the block has ended.
     """
     from triton import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
 
     found, own = Compilations(), threading.get_ident()
 
-    def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        """Take the place of a launch; other threads launch as ever."""
-        return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
+    def compile_only(launch: Launch) -> Launch:
+        def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            """Take the place of a launch; other threads launch as ever."""
+            return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
+
+        return run
 
     def note(cache_hit: bool, **_: Any) -> None:
         found.note(is_loaded=cache_hit and not getattr(_compiled_there, "value", False))
 
     began = time.monotonic()
-    with _one_at_a_time:
-        launch, JITFunction.run = JITFunction.run, run
-        try:
-            with (
-                listening(note),
-                _Compilers(_num_compilers(num_ranks), "segue-compile", partial(_use, device)) as compilers,
-                AsyncCompileMode(compilers) as mode,
-            ):
-                mode.submit = partial(_submit_once, mode.submit)
-                with _Zeros():
-                    yield found
-                named = time.monotonic()
-                for done, _ in enumerate(as_completed(mode.raw_futures), 1):
-                    if on_kernels is not None:
-                        on_kernels(done, len(mode.raw_futures))
-        finally:
-            JITFunction.run = launch
+    with (
+        launched_by(compile_only),
+        listening(note),
+        _Compilers(_num_compilers(num_ranks), "segue-compile", partial(_use, device)) as compilers,
+        AsyncCompileMode(compilers) as mode,
+    ):
+        mode.submit = partial(_submit_once, mode.submit)
+        with _Zeros():
+            yield found
+        named = time.monotonic()
+        for done, _ in enumerate(as_completed(mode.raw_futures), 1):
+            if on_kernels is not None:
+                on_kernels(done, len(mode.raw_futures))
     text = "%d kernels were compiled and %d loaded: named in %.2f s, then waited for %.2f s"
     logger.debug(text, found.compiled, found.loaded, named - began, time.monotonic() - named)
 

@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from segue.kernels.launching import lean_launches
 from segue.messages.control import GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import EagerReason, StepPlan
@@ -171,7 +172,7 @@ def capture_kinds(
     costs: dict[str, GraphCost] = {}
     left_out: dict[str, list[Any]] = {}
     before = 0
-    with _without_collections():
+    with _without_collections(), lean_launches():
         for name, graphs in kinds.items():
             started = time.monotonic()
             left = graphs.capture(lambda: taken() < reserve)
