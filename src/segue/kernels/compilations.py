@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from segue.errors import OutOfMemoryError
+from segue.host import free_cpu_memory
 from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
 from segue.kernels.launching import Launch, launched_by
 from segue.logs import logger
@@ -31,6 +33,7 @@ _listeners: list[Callable[..., None]] = []  # of all engines of this process
 _processes: CompileProcesses | None = None  # of this process, while it starts
 _compiled_there = threading.local()  # `value`: whether they have compiled what this thread loads
 _MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
+_PROCESS_BYTES = 512 << 20  # a process may take so much beside what it shares with the worker
 _UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -52,11 +55,17 @@ class Compilations:
 def start_processes(num_ranks: int) -> None:
     """Fork processes that compile kernels, if this machine has a GPU; see `CompileProcesses.fork` for when.
 
-    `num_ranks` processes share the cores of this machine.
+    `num_ranks` processes share the cores and the memory of this machine.
     """
     global _processes
-    if can_compile():
-        _processes = CompileProcesses.fork(_num_compilers(num_ranks))
+    if not can_compile():
+        return
+    try:
+        count = min(_num_compilers(num_ranks), free_cpu_memory() // (num_ranks * _PROCESS_BYTES))
+        if count > 1:  # one alone would be no faster than the threads
+            _processes = CompileProcesses.fork(count)
+    except (OutOfMemoryError, OSError) as error:
+        logger.debug("threads compile kernels, as there are no processes for it: %s", error)
 
 
 def end_processes() -> None:
