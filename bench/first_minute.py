@@ -5,6 +5,8 @@
 The first start has an empty cache of kernels, the second finds it filled. Each engine is a process of its own
 and runs the suite's batch offline256 three times, without any request before: the first one should be as fast
 as the third, and no kernel should be compiled behind the start. Weights are dummies, and the context is 4096.
+
+The timelines say when each part of a start began, in seconds since the process of the engine began.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import tempfile
 import time
 from typing import Any
 
-from bench import report, suite
-from bench.offline import WORKLOAD, age, engine_options
+from bench import suite
+from bench.starting import WORKLOAD, age, engine_options
 
 BARS = {"cold": 25.0, "warm": 8.0}  # seconds until ready
 SPEED_BAR = 0.97  # the speed of the first batch, of that of the third
@@ -31,27 +33,66 @@ STARTS = tuple(BARS)
 def first_minute(size: str, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine in this process, run the batches, and return the figures."""
     from segue import Engine
+
+    timeline = StartTimeline()
+    with Engine(suite.model_dir(size), **{**WORKLOAD, **options}) as engine:
+        timeline.end(engine)
+        return figures(engine, timeline)
+
+
+class StartTimeline:
+    """Notes when this process gets the first message of a worker, and when each step of the start begins."""
+
+    def __init__(self) -> None:
+        """Begin; `segue.Engine` has just been imported."""
+        from segue.launch.runtime import Runtime
+        from segue.messages.control import StartStep
+
+        self.began = {"imported": age()}
+        receive = Runtime._receive
+
+        def note(runtime: Any, message: Any) -> None:
+            self.began.setdefault("worker imported", age())
+            if isinstance(message, StartStep) and message.rank == 0:
+                self.began.setdefault(message.step, age())
+            receive(runtime, message)
+
+        Runtime._receive = note  # type: ignore[method-assign, assignment]
+
+    def end(self, engine: Any) -> None:
+        """Note that the engine is ready, and when its worker began."""
+        now = age()
+        self.began["worker began"] = now - age(engine._runtime.worker_pids[0])
+        self.began["ready"] = now
+
+    def sorted(self) -> dict[str, float]:
+        """Return the parts in order."""
+        return {name: round(at, 2) for name, at in sorted(self.began.items(), key=lambda item: item[1])}
+
+
+def figures(engine: Any, timeline: StartTimeline) -> dict[str, Any]:
+    """Run the batches on an engine that has just started, and return the figures of both."""
     from segue.bench.offline import Batch, generate
 
     prompts, max_tokens = suite.offline256(random.Random(0))
     batch = Batch(prompts=prompts, max_tokens=max_tokens, temperature=0.6)
-    with Engine(suite.model_dir(size), **{**WORKLOAD, **options}) as engine:
-        ready, rates = age(), []
-        for _ in range(REPETITIONS):
-            began = time.perf_counter()
-            generate(engine, batch)
-            rates.append(round(sum(max_tokens) / (time.perf_counter() - began)))
-        info = engine.get_server_info()
+    rates = []
+    for _ in range(REPETITIONS):
+        began = time.perf_counter()
+        generate(engine, batch)
+        rates.append(round(sum(max_tokens) / (time.perf_counter() - began)))
+    info = engine.get_server_info()
     state, steps = info["internal_states"][0], info["decided"]["init_steps"]
     [kernels] = [step["detail"] for step in steps if step["name"] == "kernels"]
     return {
-        "ready, s": round(ready, 1),
+        "ready, s": round(timeline.began["ready"], 1),
         "offline256, tokens/s": rates,
         "first of third": round(rates[0] / rates[-1], 3),
         "compiled behind ready": state["kernel_compilations_after_ready"],
         "loaded behind ready": state["kernel_loads_after_ready"],
         "kernels": kernels,
         "steps, s": {step["name"]: round(step["seconds"], 2) for step in steps},
+        "timeline, s": timeline.sorted(),
     }
 
 
@@ -81,6 +122,8 @@ def main() -> int:
     if args.one:
         print(json.dumps(first_minute(args.size, engine_options(rest))))
         return 0
+    from bench import report
+
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         for name in STARTS:
@@ -111,6 +154,8 @@ def main() -> int:
         "compiled later",
     ]
     report.show(f"Qwen3-{args.size}: the first minute", header, rows)
+    for name, each in found.items():
+        print(f"{name}: {', '.join(f'{part} {at:.2f}' for part, at in each['timeline, s'].items())}")
     faults = missed(found)
     for fault in faults:
         print(fault)

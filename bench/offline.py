@@ -14,34 +14,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import re
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, TextIO, get_type_hints
-
-import torch
+from typing import TYPE_CHECKING, TextIO
 
 from bench import report, roofline, suite
-from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
+from bench.starting import WORKLOAD, age, engine_options
 from segue import Engine
 from segue.bench.offline import Batch, generate
 from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError
-from segue.options import parse
 
-WORKLOAD = {
-    "load_format": "dummy",
-    "dtype": "bfloat16",
-    "max_model_len": 4096,
-    "max_running_requests": 256,
-    "disable_prefix_cache": True,
-}
+if (
+    TYPE_CHECKING
+):  # it needs torch and transformers, which this process would otherwise load before its engine
+    from bench.rescore import Produced, Score
+
 RESCORED = 4  # requests of each kind of call
 LONG = 100_000  # output tokens of a call that is long enough to sample the GPU's clocks
 FIGURE = re.compile(
@@ -53,7 +45,9 @@ class Adapter:
     """The suite's `generate`; keeps the last call of each kind, and the clocks of the first long call."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        from bench.rescore import Produced
+
+        self._engine, self._produced = engine, Produced
         self.calls: dict[str, list[Produced]] = {}
         self.clocks = report.Clocks()
 
@@ -64,7 +58,7 @@ class Adapter:
             batch = Batch(prompts=prompts, max_tokens=max_tokens, temperature=temperature)
             replies = generate(self._engine, batch)
         self.calls[f"{len(prompts)} x {max(map(len, prompts))} + {max(max_tokens)}"] = [
-            Produced(prompt=prompt, output=reply["output_ids"], temperature=temperature, seed=seed)
+            self._produced(prompt=prompt, output=reply["output_ids"], temperature=temperature, seed=seed)
             for seed, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
         ]
         return [len(reply["output_ids"]) for reply in replies]
@@ -147,6 +141,10 @@ def main() -> int:
 
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:
     """Score RESCORED requests of each kind of call."""
+    import torch
+
+    from bench.rescore import Teacher, allowed, rescore, rounding
+
     teacher = Teacher(config)
     exact = Teacher(replace(config, dtype="float32"), weights=torch.bfloat16)
     longest = max(
@@ -161,30 +159,6 @@ def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -
         scores[kind] = rescore(teacher, spread(requests, RESCORED), bound)
         print(f"scored again, {kind}: {scores[kind]}", flush=True)
     return scores
-
-
-def engine_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse engine options of the form `--name=value`.
-
-    Raises:
-        ConfigError: an argument has another form, an unknown name or a wrong value.
-    """
-    hints = get_type_hints(EngineConfig)
-    found = {}
-    for argument in arguments:
-        flag, _, text = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or name not in hints or "=" not in argument:
-            raise ConfigError(f"{argument!r}: give an option of the engine as --name=value")
-        found[name] = parse(text, hints[name], name)
-    EngineConfig(**found)
-    return found
-
-
-def age() -> float:
-    """Return the seconds since this process began."""
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class _Tee(io.StringIO):

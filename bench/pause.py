@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from bench import report
-from bench.offline import engine_options
+from bench.starting import engine_options
 from segue import Engine
 from segue.errors import ConfigError
 

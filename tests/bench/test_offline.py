@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.offline import age, engine_options
+from bench.starting import age, engine_options
 from segue.bench.load import Lengths
 from segue.bench.offline import Batch, OfflineRun, measure, summary
 from segue.errors import BenchmarkError, ConfigError
@@ -32,7 +32,7 @@ def test_a_missing_size_is_named():
 
 
 def test_the_age_of_a_process_includes_its_imports():
-    code = "import time; time.sleep(0.3); from bench.offline import age; print(age())"
+    code = "import time; time.sleep(0.3); from bench.starting import age; print(age())"
     began = time.monotonic()
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 < float(run.stdout) < time.monotonic() - began + 0.1

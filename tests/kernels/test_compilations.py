@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from segue.kernels import compilations
 from segue.kernels.compilations import Compilations, describe, watched
 
 CUDA = torch.device("cuda")
@@ -113,3 +114,51 @@ def test_threads_that_compile_together_lose_no_count() -> None:
 
 def test_a_variant_is_described_by_types_and_constants() -> None:
     assert describe(source("any")) == "out: *bf16, divisible by 16; count: i32; bias: None; PDL: 2"
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "ranks", "expected"),
+    [
+        (64, 64 << 30, 1, 16),
+        (6, 64 << 30, 2, 3),
+        (64, 4 << 30, 2, 4),
+        (64, 1 << 29, 1, None),
+        (1, 1 << 40, 1, None),
+    ],
+)
+def test_as_many_processes_compile_as_cores_and_memory_allow(
+    monkeypatch: pytest.MonkeyPatch, cores: int, free: int, ranks: int, expected: int | None
+) -> None:
+    forked: list[int] = []
+    closed: list[int] = []
+
+    def fork(count: int) -> Any:
+        forked.append(count)
+        return SimpleNamespace(close=lambda: closed.append(count))
+
+    monkeypatch.setattr(compilations.CompileProcesses, "fork", fork)
+    monkeypatch.setattr(compilations, "can_compile", lambda: True)
+    monkeypatch.setattr(compilations, "free_cpu_memory", lambda: free)
+    monkeypatch.setattr(compilations.os, "sched_getaffinity", lambda _: set(range(cores)))
+    compilations.start_processes(ranks)
+    assert forked == ([] if expected is None else [expected])
+    compilations.end_processes()
+    compilations.end_processes()
+    assert closed == forked
+
+
+def test_where_no_process_can_be_forked_threads_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork(count: int) -> Any:
+        raise BlockingIOError("too many processes")
+
+    monkeypatch.setattr(compilations.CompileProcesses, "fork", fork)
+    monkeypatch.setattr(compilations, "can_compile", lambda: True)
+    monkeypatch.setattr(compilations.os, "sched_getaffinity", lambda _: {0, 1})
+    compilations.start_processes(1)
+    assert compilations._processes is None
+
+
+def test_without_a_gpu_no_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "can_compile", lambda: False)
+    monkeypatch.setattr(compilations.CompileProcesses, "fork", lambda _: pytest.fail("nothing compiles"))
+    compilations.start_processes(1)

@@ -114,6 +114,13 @@ def test_cores_are_shared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert worker_environment(10 * cores)["OMP_NUM_THREADS"] == "1"
 
 
+def test_kernels_are_kept_without_texts_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
+    assert worker_environment(1)["TRITON_STORE_BINARY_ONLY"] == "1"
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "0")
+    assert worker_environment(1)["TRITON_STORE_BINARY_ONLY"] == "0"
+
+
 def test_a_users_own_threads_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert worker_environment(2)["OMP_NUM_THREADS"] == "7"

@@ -7,7 +7,8 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -195,6 +196,36 @@ def test_the_warm_up_leaves_no_trace(
         assert runner._executor.capture(lambda: 0, 1) == []
     _, steps = drive(runner, llama[1])
     assert [eager is None for eager, _ in steps] == [captures] * len(WORK)
+
+
+def test_a_graph_has_all_layers_and_the_eager_run_before_it_those_that_differ(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make(captures=False)._executor
+    now = SimpleNamespace(short=False, capturing=False)
+    runs: list[tuple[bool, bool]] = []
+
+    @contextmanager
+    def short() -> Iterator[None]:
+        now.short = True
+        yield
+        now.short = False
+
+    def noted(run: Any, size: Any) -> None:
+        runs.append((now.short, now.capturing))
+        run(size)
+
+    for kind in executor._graphs.values():
+        assert kind.shortened == executor.model.distinct_layers
+        kind.shortened, kind.run = short, partial(noted, kind.run)
+    graph = SimpleNamespace(
+        capture_begin=lambda **_: vars(now).update(capturing=True),
+        capture_end=lambda: vars(now).update(capturing=False),
+        replay=lambda: None,
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    assert executor.capture(lambda: 0, 1) == []
+    assert runs == [(True, False), (False, True)] * (len(runs) // 2) and len(runs) > 40
 
 
 def test_the_steps_that_are_timed_at_start_leave_no_trace(make: Any, llama: Any) -> None:

@@ -1,4 +1,7 @@
+import gc
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -236,15 +239,41 @@ def test_each_graph_is_replayed_once_so_that_no_request_pays_for_its_upload(
     device = SimpleNamespace(capture_begin=lambda **options: done.append("capture_begin"), **noted)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
-    kind: Any = Graphs[int]("some", [4, 8], lambda size: done.append(f"run {size}"), pool=None, checked=None)
+    kind: Any = Graphs[int](
+        "some",
+        [4, 8],
+        lambda size: done.append(f"run {size}"),
+        pool=None,
+        checked=None,
+        shortened=lambda: noted_block(done),
+    )
     assert kind.capture(lambda: True) == []
     for size in (8, 4):
         began, done = done[:7], done[7:]
         assert began == [
-            *(f"run {size}", "synchronize", "capture_begin", f"run {size}", "capture_end"),
-            *("replay", "synchronize"),
+            *("short", f"run {size}", "long", "capture_begin", f"run {size}", "capture_end", "replay"),
         ]
-    assert not done
+    assert done == ["synchronize"], "the device replays a graph while the next one is captured"
+
+
+@contextmanager
+def noted_block(done: list[str]) -> Iterator[None]:
+    done.append("short")
+    yield
+    done.append("long")
+
+
+def test_no_garbage_is_collected_between_captures() -> None:
+    seen = []
+    kind: Any = SimpleNamespace(capture=lambda has_room: seen.append(gc.isenabled()) or [], sizes=[])
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            capture_kinds({"some": kind}, lambda: 0, 1)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+    assert seen == [False, False]
 
 
 @pytest.fixture

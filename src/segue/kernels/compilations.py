@@ -1,30 +1,39 @@
 """Compiles kernels before they are needed, several at a time, and tells of those that are compiled later.
 
 Triton compiles a kernel for each combination of its arguments' types and constants (a variant) when that is
-launched first, which takes half a second or more, and keeps it on disk (`TRITON_CACHE_DIR`). Most of this
-time is spent outside of Python's lock, so threads are enough to compile many variants together.
+launched first, which takes half a second or more, and keeps it on disk (`TRITON_CACHE_DIR`). A worker has
+processes that compile (`compile_processes.py`), and threads that wait for them and load what they have made.
+Without these processes the threads compile, and mostly wait for Python's lock.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from segue.errors import OutOfMemoryError
+from segue.host import free_cpu_memory
+from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
+from segue.kernels.launching import Launch, launched_by
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
-_one_at_a_time = threading.Lock()  # engines of one process that start at the same time
+_processes: CompileProcesses | None = None  # of this process, while it starts
+_compiled_there = threading.local()  # `value`: whether they have compiled what this thread loads
 _MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
+_PROCESS_BYTES = 512 << 20  # a process may take so much beside what it shares with the worker
 _UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
 
 
@@ -43,6 +52,34 @@ class Compilations:
             self.compiled += not is_loaded
 
 
+def start_processes(num_ranks: int) -> None:
+    """Fork processes that compile kernels, if this machine has a GPU; see `CompileProcesses.fork` for when.
+
+    `num_ranks` processes share the cores and the memory of this machine.
+    """
+    global _processes
+    if not can_compile():
+        return
+    try:
+        count = min(_num_compilers(num_ranks), free_cpu_memory() // (num_ranks * _PROCESS_BYTES))
+        if count > 1:  # one alone would be no faster than the threads
+            _processes = CompileProcesses.fork(count)
+    except (OutOfMemoryError, OSError) as error:
+        logger.debug("threads compile kernels, as there are no processes for it: %s", error)
+
+
+def end_processes() -> None:
+    """End the processes that compile kernels, if there are any: all kernels are there."""
+    global _processes
+    processes, _processes = _processes, None
+    if processes is not None:
+        processes.close()
+
+
+def _num_compilers(num_ranks: int) -> int:
+    return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+
+
 @contextmanager
 def compiled_together(
     device: torch.device, num_ranks: int = 1, on_kernels: Callable[[int, int], None] | None = None
@@ -57,30 +94,35 @@ def compiled_together(
     Yields the numbers of kernels, which are complete when the block has ended.
     """
     from triton import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
 
     found, own = Compilations(), threading.get_ident()
 
-    def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        """Take the place of a launch; other threads launch as ever."""
-        return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
+    def compile_only(launch: Launch) -> Launch:
+        def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            """Take the place of a launch; other threads launch as ever."""
+            return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
 
-    num_threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
-    with _one_at_a_time:
-        launch, JITFunction.run = JITFunction.run, run
-        try:
-            with (
-                listening(lambda cache_hit, **_: found.note(is_loaded=cache_hit)),
-                _Compilers(num_threads, "segue-compile", partial(_use, device)) as compilers,
-                AsyncCompileMode(compilers) as mode,
-            ):
-                with _Zeros():
-                    yield found
-                for done, _ in enumerate(as_completed(mode.raw_futures), 1):
-                    if on_kernels is not None:
-                        on_kernels(done, len(mode.raw_futures))
-        finally:
-            JITFunction.run = launch
+        return run
+
+    def note(cache_hit: bool, **_: Any) -> None:
+        found.note(is_loaded=cache_hit and not getattr(_compiled_there, "value", False))
+
+    began = time.monotonic()
+    with (
+        launched_by(compile_only),
+        listening(note),
+        _Compilers(_num_compilers(num_ranks), "segue-compile", partial(_use, device)) as compilers,
+        AsyncCompileMode(compilers) as mode,
+    ):
+        mode.submit = partial(_submit_once, mode.submit)
+        with _Zeros():
+            yield found
+        named = time.monotonic()
+        for done, _ in enumerate(as_completed(mode.raw_futures), 1):
+            if on_kernels is not None:
+                on_kernels(done, len(mode.raw_futures))
+    text = "%d kernels were compiled and %d loaded: named in %.2f s, then waited for %.2f s"
+    logger.debug(text, found.compiled, found.loaded, named - began, time.monotonic() - named)
 
 
 @contextmanager
@@ -155,7 +197,19 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(_load, compile)
 
 
+def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any) -> Any:
+    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again."""
+    kernel, known = submit(key, compile, finalize), getclosurevars(finalize).nonlocals
+    if "kernel_cache" in known:  # else this version of Triton is another one, and may do it itself
+        known["kernel_cache"].setdefault(known["key"], kernel)
+    return kernel
+
+
 def _load(compile: Callable[[], Any]) -> Any:
+    processes = _processes
+    if processes is not None:
+        job = missing_variant(compile)
+        _compiled_there.value = job is not None and processes.compile(job)
     kernel = compile()
     kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new
     return kernel

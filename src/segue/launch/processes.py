@@ -46,6 +46,8 @@ def worker_environment(num_workers: int) -> dict[str, str]:
         # Nothing here profits from NVLink multicast, and where it is broken, communication hangs.
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        # Triton would also keep five texts of each kernel, and read them at each start: half of its loading.
+        "TRITON_STORE_BINARY_ONLY": "1",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
     } | os.environ
     return environment | import_path(environment)

@@ -100,15 +100,17 @@ class CUDAExecutor(StepExecutor):
         self._shapes: dict[str, Callable[[Any], StepShape]] = {}  # of the kinds up to hidden states
         self._choosers: dict[str, Callable[[Sequence[Any], StepPlan], Route | None]] = {}
         rows = row_sizes(max_rows, self.row_buckets)
-        for name, run in (("decode", self._run_decode), ("sampling", self._run_sampling)):
-            self._graphs[name] = Graphs(name, rows, run, pool=self._pool, checked=self._checked_logits)
+        kinds = [("decode", rows, self._run_decode), ("sampling", rows, self._run_sampling)]
         if "guided" in self._captured_modes:
-            few = guided_sizes(rows)
-            self._graphs["guided"] = Graphs(
-                "guided", few, self._run_guided, pool=self._pool, checked=self._checked_hidden
-            )
-            self._graphs["masked"] = Graphs(
-                "masked", rows, self._run_masked, pool=self._pool, checked=self._checked_logits
+            kinds += [("guided", guided_sizes(rows), self._run_guided), ("masked", rows, self._run_masked)]
+        for name, sizes, run in kinds:
+            self._graphs[name] = Graphs(
+                name,
+                sizes,
+                run,
+                pool=self._pool,
+                checked=self._checked_hidden if name == "guided" else self._checked_logits,
+                shortened=model.distinct_layers,
             )
         tokens = token_sizes(self._max_tokens, self._max_captured, self.token_buckets)
         self.register("forward", tokens, self._shape)
@@ -130,7 +132,7 @@ class CUDAExecutor(StepExecutor):
             shape: returns the shape of a step of one size.
             choose: for a kind that goes before `forward` in steps of prompts alone: returns the route to the
                 captured size that fits a plan, from the plan alone, or None.
-            warm_ups: eager runs before each capture.
+            warm_ups: eager runs before each capture, of the layers that differ.
         """
         self._shapes[name] = shape
         self._graphs[name] = Graphs(
@@ -139,6 +141,7 @@ class CUDAExecutor(StepExecutor):
             lambda size: self._run_forward(shape(size)),
             pool=self._pool,
             checked=self._checked_hidden,
+            shortened=self.model.distinct_layers,
             warm_ups=warm_ups,
         )
         if choose is not None:

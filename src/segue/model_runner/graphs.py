@@ -17,15 +17,18 @@ sequence that decodes or samples. A bucket is a size that is captured: a step is
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from segue.kernels.launching import lean_launches
 from segue.messages.control import GraphCost
 from segue.messages.requests import SamplingMode
 from segue.messages.steps import EagerReason, StepPlan
@@ -64,14 +67,19 @@ class Graphs(Generic[Size]):
     pool: Any  # a `torch.cuda.graph_pool_handle`, the memory pool that all kinds share
     # What `run` writes, with one line per row, to be compared after every replay; None: nothing is compared.
     checked: Tensor | None
-    warm_ups: int = 1  # eager runs before each capture
+    # A block in which `run` does each different thing once, and so is short: see `Decoder.distinct_layers`.
+    shortened: Callable[[], AbstractContextManager[None]] = nullcontext
+    warm_ups: int = 1  # shortened eager runs before each capture
     _graphs: dict[Size, torch.cuda.CUDAGraph] = field(default_factory=dict, init=False)
 
     def capture(self, has_room: Callable[[], bool]) -> list[Size]:
         """Capture every size, and replay each graph once: its first replay uploads it to the device.
 
-        So no request pays for that, above all not the first one of an engine that takes over. A replay does
-        what the eager run before the capture did, on the same inputs.
+        So no request pays for that, above all not the first one of an engine that takes over.
+
+        An eager run before each capture loads what CUDA's libraries load when they first see a size, which a
+        capture forbids. Equal layers need the same, so one of them is enough, and costs a tenth of a step.
+        The device replays a graph while this thread captures the next one.
 
         The largest size is captured first, because the others fit into its memory. The others follow in
         ascending order, because small steps lose most when they run eagerly.
@@ -82,16 +90,16 @@ class Graphs(Generic[Size]):
         left = left[-1:] + left[:-1]
         while left and has_room():
             size = left.pop(0)
-            for _ in range(self.warm_ups):
-                self.run(size)
-            torch.cuda.current_stream().synchronize()
+            with self.shortened():
+                for _ in range(self.warm_ups):
+                    self.run(size)
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             self.run(size)
             graph.capture_end()
             graph.replay()
-            torch.cuda.current_stream().synchronize()
             self._graphs[size] = graph
+        torch.cuda.current_stream().synchronize()
         return left
 
     @property
@@ -167,18 +175,31 @@ def capture_kinds(
     costs: dict[str, GraphCost] = {}
     left_out: dict[str, list[Any]] = {}
     before = 0
-    for name, graphs in kinds.items():
-        started = time.monotonic()
-        left = graphs.capture(lambda: taken() < reserve)
-        seconds, after = time.monotonic() - started, taken()
-        if graphs.sizes:
-            costs[name] = GraphCost(
-                num_graphs=len(graphs.sizes), seconds=seconds, num_bytes=max(0, after - before)
-            )
-        if left:
-            left_out[name] = left
-        before = after
+    with _without_collections(), lean_launches():
+        for name, graphs in kinds.items():
+            started = time.monotonic()
+            left = graphs.capture(lambda: taken() < reserve)
+            seconds, after = time.monotonic() - started, taken()
+            if graphs.sizes:
+                costs[name] = GraphCost(
+                    num_graphs=len(graphs.sizes), seconds=seconds, num_bytes=max(0, after - before)
+                )
+            if left:
+                left_out[name] = left
+            before = after
     return costs, left_out
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in the block: that takes as long as a capture, and may free memory of CUDA."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def describe_costs(costs: Mapping[str, GraphCost]) -> str:

@@ -2,9 +2,8 @@
 
 A kernel has variants by the model and the options, which do not change, and by sizes of the step: the number
 of its tokens, decode rows and sampled rows chooses tiles and splits. Each choice changes at some numbers of
-rows (`row_steps`). One number of each interval between two of them stands for all: the list has the last
-number of each interval and the first of the next. Kernels take lengths and counts that a request decides
-without a variant of their own (`do_not_specialize`).
+rows (`row_steps`). One number of each interval between two of them stands for all: the list has the last one.
+Kernels take lengths and counts that a request decides without a variant of their own (`do_not_specialize`).
 """
 
 from __future__ import annotations
@@ -81,12 +80,11 @@ class WarmUpStep:
 
 
 def representatives(steps: Iterable[int], most: int) -> list[int]:
-    """Return the last number of each interval that ends at one of `steps`, and the first behind it.
+    """Return the last number of each interval that ends at one of `steps`.
 
     They are ascending, from 1 to `most`, which are among them.
     """
-    found = {1, most}.union(*({step, step + 1} for step in steps))
-    return sorted(number for number in found if 1 <= number <= most)
+    return sorted(number for number in {1, most, *steps} if 1 <= number <= most)
 
 
 def all_steps(steps: Iterable[int], limits: EngineLimits, *, max_scored: int) -> Iterator[WarmUpStep]:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 
 from segue.host import collect_from_now_on
+from segue.kernels.compile_processes import can_compile, import_triton
 
 
 def main() -> None:
     """Run :func:`segue.worker.main.main`, and end the process; an error of it is raised."""
     gc.disable()
+    beside = threading.Thread(target=import_triton, name="segue-triton", daemon=True)
+    if has_gpu := can_compile():
+        beside.start()
     from segue.worker.main import main as work
 
+    if has_gpu:
+        beside.join()  # the next step may be a fork
     collect_from_now_on()
     work()
     sys.stdout.flush()

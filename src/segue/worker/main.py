@@ -25,6 +25,7 @@ from segue.distributed.info import TPInfo
 from segue.errors import EngineStartError, SegueError
 from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
+from segue.kernels import compilations
 from segue.kernels.compilations import Compilations, watched
 from segue.laps import cost
 from segue.logs import configure, logger
@@ -124,6 +125,7 @@ def run_scheduler(
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             cost.warm_up()
+            compilations.end_processes()
             stack.enter_context(watched(runner.device, partial(_tell_compiled, sender, 0)))
             if not embedded:
                 freeze_heap()
@@ -252,6 +254,7 @@ def _run_follower(
             sender.send(RankJoined(rank=tp.rank, address=rank_address))
         memory = _released_memory(runner, served, sender)
         profiler = None if config.profile_dir is None else RankProfiler(runner, sender.send)
+        compilations.end_processes()
         with watched(runner.device, partial(_tell_compiled, sender, tp.rank)):
             follow(runner, updater, messages, sender.send, turn, mover, memory, profiler)
 
@@ -291,6 +294,8 @@ def main() -> None:
         os._exit(0)
     config = EngineConfig(**spec["config"])
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
+    if config.device != "cpu":
+        compilations.start_processes(tp.size)  # before there is a thread
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     configure(config.log_level, config.log_format, rank=tp.rank if tp.size > 1 else None)
     shows_start = spec["shows_start"]
