@@ -167,10 +167,11 @@ def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
 
     use_plans(plans)
     with torch.device("cuda"), torch.inference_mode():
-        model = build_model(ModelConfig.from_hf(MODELS[name]), dtype=torch.bfloat16)
+        model = build_model(ModelConfig.from_hf(MODELS[name]), dtype=torch.bfloat16).to_empty(device="cuda")
         timer, found = ChainTimer(), []
         for own in model_gemms(model):
-            weights = [weight.data.normal_(std=0.02) for weight in own.weights]
+            for weight in own.weights:
+                weight.normal_(std=0.02)
             for shape in own.shapes():
                 for rows in sorted({max(fewest_rows(shape.rows), own.first_rows), shape.rows}):
                     exact = replace(shape, rows=rows)
@@ -188,7 +189,7 @@ def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
                             "cuBLAS, us": library,
                             "plan, us": ours,
                             "plan": plan and astuple(plan),
-                            "layers": len(weights),
+                            "layers": len(own.weights),
                         }
                     )
     return found
