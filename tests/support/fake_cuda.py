@@ -5,15 +5,17 @@ Triton names the variants that it would compile for an H200; nothing is compiled
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from segue.attention.base import AttentionShape
+from segue.attention.flashinfer import FlashInferAttention
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kernels.cpu import ops as cpu
@@ -155,6 +157,17 @@ def recorded(*_: Any) -> Iterator[Variants]:
         yield found
 
 
+def idle_flashinfer(shape: AttentionShape, pool: KVPool) -> FlashInferAttention:
+    """Return the backend with functions of FlashInfer that do nothing."""
+    functions = SimpleNamespace(plan=lambda *_: [], paged_run=lambda **_: None)
+    module: Any = ModuleType("flashinfer.prefill")
+    module.get_batch_prefill_module = lambda *_: functions
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("flashinfer", "flashinfer.prefill"):
+            patch.setitem(sys.modules, name, module)
+        return FlashInferAttention(shape, pool)
+
+
 class FakeModel:
     """A model and the state of an engine, of the host's memory, that nothing is written to."""
 
@@ -168,6 +181,7 @@ class FakeModel:
         deterministic: bool = False,
         ranks: int = 1,
         one_shot: bool = False,
+        flashinfer: bool = False,
         **config: Any,
     ) -> None:
         """Make rank 0 of an engine of these sizes; ``config`` changes that of the model."""
@@ -231,11 +245,13 @@ class FakeModel:
         )
         self.state = BatchState(table, max_seq_len)
         self.state.writer = CUDAWriter(torch.device("cpu"))
+        backends = {True: TritonInvariantAttention, False: TritonAttention}
+        backend = idle_flashinfer if flashinfer else backends[deterministic]
         self.executor = CUDAExecutor(
             model=self.model,
             state=self.state,
             kv=pool,
-            backend=(TritonInvariantAttention if deterministic else TritonAttention)(attention, pool),
+            backend=backend(attention, pool),
             sampler=Sampler(self.state),
             max_rows=rows,
             chunk=chunk,

@@ -1,0 +1,228 @@
+"""The plans and launches of FlashInfer, with a reference for its functions; GPU tests use the real ones."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from segue.attention import flashinfer, registry
+from segue.attention.base import AttentionShape
+from segue.attention.flashinfer import FlashInferAttention
+from tests.attention.case import TOLERANCE, Case
+from tests.attention.oracle import attend
+from tests.attention.static import Static
+
+CAUSAL = 1
+
+
+class Fake:
+    """FlashInfer's functions `plan` and `paged_run`: one sequence at a time, over what the device has.
+
+    `plans` has the arguments of the last plan of each half, by whether it is causal.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[bool, dict[str, Any]] = {}
+        self.splits: dict[tuple[int, int], bool] = {}  # by tokens and sequences
+        self.launched: list[bool] = []
+
+    def plan(self, workspace: Tensor, buffer: Tensor, staged: Tensor, *given: Any) -> list[int]:
+        starts, pages, _, tokens, count, *_, page_size, for_graphs = given[:9]
+        dim, dim_too, causal, window, fixed_size, no_splits, others = given[9:]
+        assert for_graphs and dim == dim_too and (window, fixed_size, others) == (-1, -1, 0)
+        assert workspace.dtype == buffer.dtype == staged.dtype == torch.uint8
+        assert starts.dtype == pages.dtype == torch.int32 and len(starts) == len(pages) == count + 1
+        # Outputs are written from the first row on, and programs without work have the first sequence.
+        assert starts[:2].tolist() == [0, 0] and pages[0] == pages[1]
+        assert (starts.diff() >= 0).all() and (pages.diff() >= 0).all()
+        assert starts[-1] <= tokens and not staged[:12].any()
+        assert self.splits.setdefault((tokens, count), not no_splits) == (not no_splits)
+        staged[:12].fill_(7)  # the next plan here finds what this one leaves
+        self.plans[causal] = {"starts": starts.tolist(), "pages": pages.tolist(), "page_size": page_size}
+        return [tokens, count, causal]
+
+    def paged_run(self, *, q: Tensor, o: Tensor, qo_indptr: Tensor, plan_info_vec: Any, **given: Any) -> None:
+        planned = self.plans[given["mask_mode"] == CAUSAL]
+        starts, pages = qo_indptr.tolist(), given["paged_kv_indptr"].tolist()
+        assert (starts, pages) == (planned["starts"], planned["pages"]), "the plan is of another step"
+        assert plan_info_vec[1:] == [len(starts) - 1, given["mask_mode"] == CAUSAL]
+        assert (given["layout"], given["window_left"], given["enable_pdl"]) == (0, -1, False)
+        keys, values = given["paged_k_cache"], given["paged_v_cache"]
+        for i, last in enumerate(given["paged_kv_last_page_len"].tolist()):
+            used = given["paged_kv_indices"][pages[i] : pages[i + 1]].long()
+            length = (len(used) - 1) * planned["page_size"] + last if len(used) else 0
+            queries = slice(starts[i], starts[i + 1])
+            found = [cache[used].flatten(0, 1)[:length] for cache in (keys, values)]
+            o[queries] = attend(q[queries], *found, given["sm_scale"]).to(o.dtype)
+        self.launched.append(given["mask_mode"] == CAUSAL)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    monkeypatch.setattr(flashinfer, "_WORKSPACE", 1 << 20)  # too small for the splits of some steps here
+    for name in ("flashinfer", "flashinfer.prefill"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    functions = SimpleNamespace(plan=fake.plan, paged_run=fake.paged_run)
+    vars(sys.modules["flashinfer.prefill"])["get_batch_prefill_module"] = lambda backend, *_: functions
+    return fake
+
+
+STEPS = [
+    ([1, 1, 1], [5, 70, 16], 3),
+    ([7, 20], [7, 90], 0),
+    ([1, 1, 7, 1], [5, 70, 30, 1], 2),
+    ([5, 4], [3, 0], 0),
+    ([1, 300], [200, 300], 1),
+]
+
+
+@pytest.mark.parametrize(("q_lens", "kv_lens", "num_decode"), STEPS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_every_step_agrees_with_the_oracle(
+    q_lens: list[int], kv_lens: list[int], num_decode: int, page_size: int
+) -> None:
+    Case(q_lens, kv_lens, num_decode, page_size=page_size, make=FlashInferAttention).check()
+
+
+@pytest.mark.parametrize("slots", [4, 20])
+def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int, fake: Fake) -> None:
+    case = Case([1, 1, 1, 12, 30], [9, 40, 1, 50, 30], 3, make=FlashInferAttention)
+    static = Static(case, slots=slots, tokens=50)
+    for members, num_decode in (([0, 1, 3], 2), ([0, 1, 2], 3), ([4, 3], 0), ([2, 4], 1)):
+        static.load(members, num_decode)
+        output, at = static.run(), 0
+        for i in members:
+            expected = attend(case.queries[i], case.keys[i], case.values[i], case.shape.scale)
+            found = output[at : at + len(expected)].double()
+            tolerance = TOLERANCE[torch.float32]
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+            at += len(expected)
+    assert set(fake.splits) == {(slots, slots + 1), (50, slots + 2)}, "a graph holds one shape for each half"
+
+
+def test_each_half_has_the_pages_of_its_own_sequences(fake: Fake) -> None:
+    case = Case([1, 1, 12], [9, 40, 50], 2, make=FlashInferAttention)
+    case.check()
+    assert fake.launched == [True, False], "prefill writes zeros to the decode rows, so it comes first"
+    assert fake.plans[False] == {"starts": [0, 0, 1, 2], "pages": [0, 0, 1, 4], "page_size": 16}
+    assert fake.plans[True] == {"starts": [0, 0, 2, 2, 14], "pages": [4, 4, 4, 4, 8], "page_size": 16}
+
+
+def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once(fake: Fake) -> None:
+    static = Static(Case([1, 12], [9, 50], 1, make=FlashInferAttention), slots=3, tokens=20)
+    for view in ("slots_device", "kv_lens_device", "cu_seqlens_q_device"):
+        getattr(static.ctx, view).zero_()
+    static.run()
+    assert {each for plan in fake.plans.values() for each in (*plan["starts"], *plan["pages"])} == {0}
+    fake.plan = None  # type: ignore[method-assign,assignment]
+    backend = static.backend
+    for half in (backend._decode, backend._prefill):
+        half.module = SimpleNamespace(plan=None, paged_run=fake.paged_run)
+    static.run()
+
+
+def test_keys_are_split_where_the_partial_results_have_room(fake: Fake) -> None:
+    small, large = (Case([q], [q], 0, kv_heads=1, head_dim=64, make=FlashInferAttention) for q in (20, 1000))
+    small.run()
+    large.run()
+    assert fake.splits == {(20, 2): True, (1000, 2): False}
+
+
+def test_a_plan_that_is_staged_again_waits_for_its_copies(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: waits.append("wait"), record=lambda: waits.append("copy"))
+    case = Case([1], [5], 1, make=FlashInferAttention)
+    backend: Any = case.ctx.backend
+    for staged in backend._staged:
+        staged.copied = event
+    case.run()
+    assert waits == ["wait", "copy"]
+    staged = [backend._staged[0] for _ in range(4) if case.run() is not None]
+    assert len({id(each) for each in staged}) == 4, "four steps may be in flight"
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """The parts of FlashInfer that say what it needs; nvcc is in `tmp_path`."""
+    found = {
+        "flashinfer": {"__version__": "0.6.15.post1"},
+        "flashinfer.jit": {},
+        "flashinfer.jit.cpp_ext": {"get_cuda_path": lambda: str(tmp_path)},
+        "flashinfer.jit.env": {"has_flashinfer_jit_cache": lambda: False},
+    }
+    for name, members in found.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("nvcc", "ninja"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return sys.modules
+
+
+def test_it_says_what_it_lacks(package: Any, tmp_path: Any) -> None:
+    assert flashinfer.why_not() == ""
+    (tmp_path / "bin" / "ninja").unlink()
+    assert "ninja, which is not in PATH" in flashinfer.why_not()
+    (tmp_path / "bin" / "nvcc").unlink()
+    assert "no nvcc in CUDA_HOME" in flashinfer.why_not()
+    package["flashinfer.jit.env"].has_flashinfer_jit_cache = lambda: True
+    assert flashinfer.why_not() == ""
+    package["flashinfer"].__version__ = "0.7.4"
+    assert "flashinfer-python 0.7.4 is installed" in flashinfer.why_not()
+    assert "install 'segue[flashinfer]'" in flashinfer.why_not()
+
+
+def test_no_cuda_toolkit_is_no_nvcc(package: Any) -> None:
+    def missing() -> str:
+        raise RuntimeError("no CUDA")
+
+    package["flashinfer.jit.cpp_ext"].get_cuda_path = missing
+    assert "no nvcc" in flashinfer.why_not()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "dtype torch.float32"),
+        ({"head_dim": 96}, "head size 96"),
+        ({"deterministic": True}, "its bits depend on the batch"),
+        ({"capability": (7, 5)}, r"compute capability \(7, 5\)"),
+        ({}, ""),
+    ],
+)
+def test_what_it_supports(
+    package: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    given = {"dtype": torch.bfloat16, "head_dim": 128, "deterministic": False, "capability": (9, 0)} | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
+    setting = registry.Setting(
+        shape=AttentionShape(num_heads=16, num_kv_heads=8, head_dim=given["head_dim"], scale=0.1),
+        device=torch.device("cuda", 0),
+        dtype=given["dtype"],
+        page_size=64,
+        deterministic=given["deterministic"],
+    )
+    if reason:
+        with pytest.raises(registry.ConfigError, match=f"'flashinfer' cannot be used: .*{reason}"):
+            registry.select("flashinfer", setting)
+    else:
+        assert registry.select("flashinfer", setting).graphs
+        assert registry.select("triton,flashinfer", setting).name == "triton,flashinfer"
+
+
+def test_auto_does_not_take_it_before_it_was_measured(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for head_dim in (64, 128, 256):
+        shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=head_dim, scale=0.1)
+        setting = registry.Setting(
+            shape=shape, device=torch.device("cuda", 0), dtype=torch.bfloat16, page_size=64
+        )
+        assert "flashinfer" not in registry.select("auto", setting).name
