@@ -1,11 +1,13 @@
 """The plans and launches of FlashInfer, with a reference for its functions; GPU tests use the real ones."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segue.attention import flashinfer, registry
@@ -28,6 +30,8 @@ class Fake:
         self.plans: dict[bool, dict[str, Any]] = {}
         self.splits: dict[tuple[int, int], bool] = {}  # by tokens and sequences
         self.launched: list[bool] = []
+        self.is_compiled = True
+        self.pdl: list[bool] = []
 
     def plan(self, workspace: Tensor, buffer: Tensor, staged: Tensor, *given: Any) -> list[int]:
         starts, pages, _, tokens, count, *_, page_size, for_graphs = given[:9]
@@ -49,7 +53,8 @@ class Fake:
         starts, pages = qo_indptr.tolist(), given["paged_kv_indptr"].tolist()
         assert (starts, pages) == (planned["starts"], planned["pages"]), "the plan is of another step"
         assert plan_info_vec[1:] == [len(starts) - 1, given["mask_mode"] == CAUSAL]
-        assert (given["layout"], given["window_left"], given["enable_pdl"]) == (0, -1, False)
+        assert (given["layout"], given["window_left"]) == (0, -1)
+        self.pdl.append(given["enable_pdl"])
         keys, values = given["paged_k_cache"], given["paged_v_cache"]
         for i, last in enumerate(given["paged_kv_last_page_len"].tolist()):
             used = given["paged_kv_indices"][pages[i] : pages[i + 1]].long()
@@ -64,10 +69,12 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake()
     monkeypatch.setattr(flashinfer, "_WORKSPACE", 1 << 20)  # too small for the splits of some steps here
-    for name in ("flashinfer", "flashinfer.prefill"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = ModuleType("flashinfer")
     functions = SimpleNamespace(plan=fake.plan, paged_run=fake.paged_run)
-    vars(sys.modules["flashinfer.prefill"])["get_batch_prefill_module"] = lambda backend, *_: functions
+    module.get_batch_prefill_module = lambda *_: functions
+    module.gen_batch_prefill_module = lambda *_: SimpleNamespace(is_compiled=fake.is_compiled)
+    for name in ("flashinfer", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.attention"):
+        monkeypatch.setitem(sys.modules, name, module)
     return fake
 
 
@@ -130,6 +137,33 @@ def test_keys_are_split_where_the_partial_results_have_room(fake: Fake) -> None:
     small.run()
     large.run()
     assert fake.splits == {(20, 2): True, (1000, 2): False}
+
+
+def test_only_a_step_of_decode_alone_starts_before_the_kernel_before_it_has_ended(fake: Fake) -> None:
+    for q_lens, num_decode in (([1, 1], 2), ([1, 4], 1), ([3, 4], 0)):
+        case = Case(q_lens, [9, 9], num_decode, make=FlashInferAttention)
+        case.ctx.backend._has_pdl = True  # type: ignore[attr-defined]
+        case.run()
+    assert fake.pdl == [True, False, False, False]
+
+
+def test_sequences_that_only_the_device_has_are_empty() -> None:
+    case = Case([3, 12], [9, 50], 0, make=FlashInferAttention)
+    ctx = case.ctx
+    case.ctx = replace(
+        ctx,
+        slots_device=F.pad(ctx.slots_device, (0, 3)),
+        kv_lens_device=F.pad(ctx.kv_lens_device, (0, 3), value=1),
+        cu_seqlens_q_device=F.pad(ctx.cu_seqlens_q_device, (0, 3), value=15),
+    )
+    case.check()
+
+
+def test_it_tells_that_a_kernel_is_compiled(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    for fake.is_compiled in (True, False):
+        with caplog.at_level("INFO", logger="segue"):
+            Case([1], [1], 1, make=FlashInferAttention)
+        assert ("nvcc compiles" in caplog.text) is not fake.is_compiled
 
 
 def test_a_plan_that_is_staged_again_waits_for_its_copies(

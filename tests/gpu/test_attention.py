@@ -122,7 +122,7 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torc
     return graph, output
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ["triton", "fa3"])  # FlashInfer plans such a step in `prepare`
 def test_a_replayed_decode_step_gives_the_eager_bits(name) -> None:
     case = make_case(name, [1] * 6, [5, 90, 300, 64, 65, 1000], 6, kv_heads=8, group=2, head_dim=128)
     eager = case.run()

@@ -160,10 +160,11 @@ def recorded(*_: Any) -> Iterator[Variants]:
 def idle_flashinfer(shape: AttentionShape, pool: KVPool) -> FlashInferAttention:
     """Return the backend with functions of FlashInfer that do nothing."""
     functions = SimpleNamespace(plan=lambda *_: [], paged_run=lambda **_: None)
-    module: Any = ModuleType("flashinfer.prefill")
+    module: Any = ModuleType("flashinfer")
     module.get_batch_prefill_module = lambda *_: functions
+    module.gen_batch_prefill_module = lambda *_: SimpleNamespace(is_compiled=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("flashinfer", "flashinfer.prefill"):
+        for name in ("flashinfer", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.attention"):
             patch.setitem(sys.modules, name, module)
         return FlashInferAttention(shape, pool)
 

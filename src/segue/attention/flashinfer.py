@@ -31,6 +31,7 @@ from segue.attention.base import AttentionShape, Context, PagedBackend, StepLeng
 from segue.extras import FLASHINFER
 from segue.kernels import ops
 from segue.kvcache.pool import KVPool
+from segue.logs import logger
 from segue.memory import backing
 from segue.sizes import ceil_div, round_up
 
@@ -224,8 +225,15 @@ class _Half:
         pages: Tensor,
         last_pages: Tensor,
         page_list: Tensor,
+        *,
+        pdl: bool = False,
     ) -> None:
-        """Attend into `output`, with `cache`, the keys and values of one layer, and the lengths of a step."""
+        """Attend into `output`, with `cache`, the keys and values of one layer, and the lengths of a step.
+
+        With `pdl` the kernel starts before the one before it has ended, and then waits for it. Programs
+        without work do not wait. So only a step that has work may use it: if no program waited, a kernel
+        behind this one could start without those before it.
+        """
         self.module.paged_run(
             float_workspace_buffer=self.workspace,
             int_workspace_buffer=self.plan_buffer,
@@ -242,9 +250,7 @@ class _Half:
             mask_mode=self.mask,
             layout=_NHD,
             window_left=-1,
-            # A program without work ends before its wait. If all of them do, a kernel that may start early
-            # behind this one would not wait for those before it.
-            enable_pdl=False,
+            enable_pdl=pdl,
             maybe_custom_mask=None,
             maybe_mask_indptr=None,
             maybe_alibi_slopes=None,
@@ -268,18 +274,22 @@ class FlashInferAttention(PagedBackend):
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`; compiles the kernel if need be."""
+        from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.prefill import get_batch_prefill_module
 
         data, dtype, dim = pool.data, pool.data.dtype, shape.head_dim
+        # The kernel adds no positions, and has no sliding window, no cap and no sums in float16.
+        options = _NO_POSITIONS, False, False, False
+        variant = "fa2", dtype, dtype, dtype, torch.int32, dim, dim, *options
+        if not gen_batch_prefill_module(*variant).is_compiled:
+            logger.info("nvcc compiles FlashInfer's kernel for heads of %d in %s: up to a minute", dim, dtype)
+        num_sms, self._has_pdl = _facts(data.device)
         half = partial(
             _Half,
-            # The kernel adds no positions, and has no sliding window, no cap and no sums in float16.
-            module=get_batch_prefill_module(
-                "fa2", dtype, dtype, dtype, torch.int32, dim, dim, _NO_POSITIONS, False, False, False
-            ),
+            module=get_batch_prefill_module(*variant),
             shape=shape,
             page_size=pool.page_size,
-            programs=_PROGRAMS_PER_SM * _num_sms(data.device),
+            programs=_PROGRAMS_PER_SM * num_sms,
             workspace=data.new_empty(_WORKSPACE, dtype=torch.uint8),
         )
         self._decode, self._prefill = (
@@ -332,7 +342,8 @@ class FlashInferAttention(PagedBackend):
         lengths = self._lengths
         assert lengths is not None, "prepare comes first"
         step = lengths.decode_starts, lengths.decode_pages, lengths.last_pages, self._page_list
-        self._decode.run(query, output, self._cache[layer], *step)
+        pdl = self._has_pdl and not ctx.has_prefill  # else there may be no decode row
+        self._decode.run(query, output, self._cache[layer], *step, pdl=pdl)
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.prefill`."""
@@ -346,9 +357,10 @@ def _lengths_of(ctx: Context, shape: _Shape) -> StepLengths:
     """Return the lengths of a step by its host lists; without them those of a step without work."""
     kv_lens = np.zeros(shape.sequences, dtype=np.int32)
     starts = np.zeros(shape.sequences + 1, dtype=np.int32)
-    if ctx.slots:
-        kv_lens[:] = ctx.kv_lens
-        np.cumsum(ctx.q_lens, dtype=np.int32, out=starts[1:])
+    if count := len(ctx.slots):  # there may be more sequences on the device, which are empty
+        kv_lens[:count] = ctx.kv_lens
+        np.cumsum(ctx.q_lens, dtype=np.int32, out=starts[1 : count + 1])
+        starts[count + 1 :] = starts[count]
     return StepLengths(
         kv_lens=kv_lens,
         cu_seqlens_q=starts,
@@ -359,6 +371,9 @@ def _lengths_of(ctx: Context, shape: _Shape) -> StepLengths:
     )
 
 
-def _num_sms(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a device; a host, as in tests, has one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _facts(device: torch.device) -> tuple[int, bool]:
+    """Return a device's number of streaming multiprocessors, and whether it has PDL. A host has neither."""
+    if device.type != "cuda":
+        return 1, False
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.major >= 9
