@@ -1,6 +1,7 @@
 """The plans and launches of FlashInfer, with a reference for its functions; GPU tests use the real ones."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from segue.attention import flashinfer, registry
 from segue.attention.base import AttentionShape
@@ -16,66 +16,15 @@ from segue.attention.flashinfer import FlashInferAttention
 from tests.attention.case import TOLERANCE, Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
-
-CAUSAL = 1
-
-
-class Fake:
-    """FlashInfer's functions `plan` and `paged_run`: one sequence at a time, over what the device has.
-
-    `plans` has the arguments of the last plan of each half, by whether it is causal.
-    """
-
-    def __init__(self) -> None:
-        self.plans: dict[bool, dict[str, Any]] = {}
-        self.splits: dict[tuple[int, int], bool] = {}  # by tokens and sequences
-        self.launched: list[bool] = []
-        self.is_compiled = True
-        self.pdl: list[bool] = []
-
-    def plan(self, workspace: Tensor, buffer: Tensor, staged: Tensor, *given: Any) -> list[int]:
-        starts, pages, _, tokens, count, *_, page_size, for_graphs = given[:9]
-        dim, dim_too, causal, window, fixed_size, no_splits, others = given[9:]
-        assert for_graphs and dim == dim_too and (window, fixed_size, others) == (-1, -1, 0)
-        assert workspace.dtype == buffer.dtype == staged.dtype == torch.uint8
-        assert starts.dtype == pages.dtype == torch.int32 and len(starts) == len(pages) == count + 1
-        # Outputs are written from the first row on, and programs without work have the first sequence.
-        assert starts[:2].tolist() == [0, 0] and pages[0] == pages[1]
-        assert (starts.diff() >= 0).all() and (pages.diff() >= 0).all()
-        assert starts[-1] <= tokens and not staged[:12].any()
-        assert self.splits.setdefault((tokens, count), not no_splits) == (not no_splits)
-        staged[:12].fill_(7)  # the next plan here finds what this one leaves
-        self.plans[causal] = {"starts": starts.tolist(), "pages": pages.tolist(), "page_size": page_size}
-        return [tokens, count, causal]
-
-    def paged_run(self, *, q: Tensor, o: Tensor, qo_indptr: Tensor, plan_info_vec: Any, **given: Any) -> None:
-        planned = self.plans[given["mask_mode"] == CAUSAL]
-        starts, pages = qo_indptr.tolist(), given["paged_kv_indptr"].tolist()
-        assert (starts, pages) == (planned["starts"], planned["pages"]), "the plan is of another step"
-        assert plan_info_vec[1:] == [len(starts) - 1, given["mask_mode"] == CAUSAL]
-        assert (given["layout"], given["window_left"]) == (0, -1)
-        self.pdl.append(given["enable_pdl"])
-        keys, values = given["paged_k_cache"], given["paged_v_cache"]
-        for i, last in enumerate(given["paged_kv_last_page_len"].tolist()):
-            used = given["paged_kv_indices"][pages[i] : pages[i + 1]].long()
-            length = (len(used) - 1) * planned["page_size"] + last if len(used) else 0
-            queries = slice(starts[i], starts[i + 1])
-            found = [cache[used].flatten(0, 1)[:length] for cache in (keys, values)]
-            o[queries] = attend(q[queries], *found, given["sm_scale"]).to(o.dtype)
-        self.launched.append(given["mask_mode"] == CAUSAL)
+from tests.support.fake_flashinfer import FakeFlashInfer, installed
 
 
 @pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    fake = Fake()
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFlashInfer]:
     monkeypatch.setattr(flashinfer, "_WORKSPACE", 1 << 20)  # too small for the splits of some steps here
-    module: Any = ModuleType("flashinfer")
-    functions = SimpleNamespace(plan=fake.plan, paged_run=fake.paged_run)
-    module.get_batch_prefill_module = lambda *_: functions
-    module.gen_batch_prefill_module = lambda *_: SimpleNamespace(is_compiled=fake.is_compiled)
-    for name in ("flashinfer", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.attention"):
-        monkeypatch.setitem(sys.modules, name, module)
-    return fake
+    fake = FakeFlashInfer()
+    with installed(fake):
+        yield fake
 
 
 STEPS = [
@@ -96,7 +45,7 @@ def test_every_step_agrees_with_the_oracle(
 
 
 @pytest.mark.parametrize("slots", [4, 20])
-def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int, fake: Fake) -> None:
+def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int, fake: FakeFlashInfer) -> None:
     case = Case([1, 1, 1, 12, 30], [9, 40, 1, 50, 30], 3, make=FlashInferAttention)
     static = Static(case, slots=slots, tokens=50)
     for members, num_decode in (([0, 1, 3], 2), ([0, 1, 2], 3), ([4, 3], 0), ([2, 4], 1)):
@@ -111,7 +60,7 @@ def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int, fake: Fake) -
     assert set(fake.splits) == {(slots, slots + 1), (50, slots + 2)}, "a graph holds one shape for each half"
 
 
-def test_each_half_has_the_pages_of_its_own_sequences(fake: Fake) -> None:
+def test_each_half_has_the_pages_of_its_own_sequences(fake: FakeFlashInfer) -> None:
     case = Case([1, 1, 12], [9, 40, 50], 2, make=FlashInferAttention)
     case.check()
     assert fake.launched == [True, False], "prefill writes zeros to the decode rows, so it comes first"
@@ -119,7 +68,9 @@ def test_each_half_has_the_pages_of_its_own_sequences(fake: Fake) -> None:
     assert fake.plans[True] == {"starts": [0, 0, 2, 2, 14], "pages": [4, 4, 4, 4, 8], "page_size": 16}
 
 
-def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once(fake: Fake) -> None:
+def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once(
+    fake: FakeFlashInfer,
+) -> None:
     static = Static(Case([1, 12], [9, 50], 1, make=FlashInferAttention), slots=3, tokens=20)
     for view in ("slots_device", "kv_lens_device", "cu_seqlens_q_device"):
         getattr(static.ctx, view).zero_()
@@ -132,14 +83,16 @@ def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once
     static.run()
 
 
-def test_keys_are_split_where_the_partial_results_have_room(fake: Fake) -> None:
+def test_keys_are_split_where_the_partial_results_have_room(fake: FakeFlashInfer) -> None:
     small, large = (Case([q], [q], 0, kv_heads=1, head_dim=64, make=FlashInferAttention) for q in (20, 1000))
     small.run()
     large.run()
     assert fake.splits == {(20, 2): True, (1000, 2): False}
 
 
-def test_only_a_step_of_decode_alone_starts_before_the_kernel_before_it_has_ended(fake: Fake) -> None:
+def test_only_a_step_of_decode_alone_starts_before_the_kernel_before_it_has_ended(
+    fake: FakeFlashInfer,
+) -> None:
     for q_lens, num_decode in (([1, 1], 2), ([1, 4], 1), ([3, 4], 0)):
         case = Case(q_lens, [9, 9], num_decode, make=FlashInferAttention)
         case.ctx.backend._has_pdl = True  # type: ignore[attr-defined]
@@ -159,7 +112,7 @@ def test_sequences_that_only_the_device_has_are_empty() -> None:
     case.check()
 
 
-def test_it_tells_that_a_kernel_is_compiled(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_tells_that_a_kernel_is_compiled(fake: FakeFlashInfer, caplog: pytest.LogCaptureFixture) -> None:
     for fake.is_compiled in (True, False):
         with caplog.at_level("INFO", logger="segue"):
             Case([1], [1], 1, make=FlashInferAttention)
@@ -167,7 +120,7 @@ def test_it_tells_that_a_kernel_is_compiled(fake: Fake, caplog: pytest.LogCaptur
 
 
 def test_a_plan_that_is_staged_again_waits_for_its_copies(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake: FakeFlashInfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
     event = SimpleNamespace(synchronize=lambda: waits.append("wait"), record=lambda: waits.append("copy"))

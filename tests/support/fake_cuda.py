@@ -5,10 +5,9 @@ Triton names the variants that it would compile for an H200; nothing is compiled
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.models.config import ModelConfig
 from segue.models.decoder import Attention, build_model
+from tests.support.fake_flashinfer import installed
 
 # Of Qwen3-0.6B, but for the vocabulary: the plans of its GEMMs are measured.
 QWEN3 = {
@@ -159,13 +159,7 @@ def recorded(*_: Any) -> Iterator[Variants]:
 
 def idle_flashinfer(shape: AttentionShape, pool: KVPool) -> FlashInferAttention:
     """Return the backend with functions of FlashInfer that do nothing."""
-    functions = SimpleNamespace(plan=lambda *_: [], paged_run=lambda **_: None)
-    module: Any = ModuleType("flashinfer")
-    module.get_batch_prefill_module = lambda *_: functions
-    module.gen_batch_prefill_module = lambda *_: SimpleNamespace(is_compiled=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("flashinfer", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.attention"):
-            patch.setitem(sys.modules, name, module)
+    with installed(SimpleNamespace(plan=lambda *_: [], paged_run=lambda **_: None)):
         return FlashInferAttention(shape, pool)
 
 
