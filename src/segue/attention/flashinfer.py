@@ -6,8 +6,8 @@ kernel when a backend is made, before an engine is ready; FlashInfer keeps it in
 
 The host plans what each program works on from the lengths of the step (`plan`), and copies plans and lengths
 to the device before the step. A captured step holds the addresses and sizes of its plans. These depend on the
-shape of the step alone, since all steps are planned in FlashInfer's mode for CUDA graphs. So are eager steps,
-which have the bits of a replay.
+shape of the step alone, since all steps are planned in FlashInfer's mode for CUDA graphs. Eager steps are as
+well, so that one of the same shape has the bits of a replay.
 
 In that mode there are more programs than work. FlashInfer marks those without work if keys are split. If not,
 they work on what the plan's memory had before: zeros, which are the first tile of the first sequence. So both
