@@ -134,14 +134,8 @@ docs: $(DOCS_STAMP) ## the documentation as a site, in site/: open site/index.ht
 gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
 	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
 
-gpu-bench: $(INSTALL_STAMP) ## the GPU benchmarks, perhaps with THEIRS="another server"
-	$(BIN)/python -m bench.offline 0.6b
-	$(BIN)/python -m bench.offline 8b
-	$(BIN)/python -m bench.offline 8b --deterministic=1
-	$(BIN)/python -m bench.pause $(call shapes,8b) --load-format=dummy --max-model-len=17000
-	$(BIN)/python -m bench.http_compare $(call shapes,0.6b) $(if $(THEIRS),--theirs "$(THEIRS)")
-	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --same-gpu --memory-ratio=0.5 --name gpu_weight_ipc
-	$(BIN)/python -m bench.first_minute
+gpu-bench: $(INSTALL_STAMP) ## the benchmarks of one GPU, or with GPUS=2 of two; perhaps with THEIRS="another server"
+	$(BIN)/python -m bench.gpu_bench --gpus=$(or $(GPUS),1) $(if $(THEIRS),--theirs "$(THEIRS)")
 
 gpu-sync-bench: $(INSTALL_STAMP) ## weight updates between two GPUs, staged on the device and on the host; with TP=2 three
 	$(BIN)/python -m bench.weight_sync $(call shapes,8b) --device cuda --tp=$(TP) --weight-staging-gb=18 --name gpu_weight_sync$(named_tp); missed=$$?; \

@@ -1,4 +1,4 @@
-"""Engines of a pod on one GPU: what one that stands by takes of the device, and takeovers without growth.
+"""Engines of a pod on one GPU or two: what one that stands by takes of it, and takeovers without growth.
 
 Each with the KV cache as memory of the service, which is handed on, and as memory of each engine.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from bench import suite
 from bench.model_dir import with_tokenizer
@@ -22,6 +23,7 @@ from tests.gms import running as gms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 GIB = 1 << 30
 NUM_KV_TOKENS = 1 << 18  # 28 GiB of the smaller model: an engine that stands by with all of it would show
 PARKED_BYTES = 1.5 * GIB  # that one more engine may take
@@ -36,10 +38,11 @@ def options_of(model: str, kv_owner: str) -> Iterator[list[str]]:
         yield [*found, "--num-kv-tokens", str(NUM_KV_TOKENS), "--kv-owner", kv_owner]
 
 
-@pytest.fixture(params=["auto", "private"])
+@pytest.fixture(params=[("auto", 1), ("private", 1), pytest.param(("auto", 2), marks=two_gpus)], ids=str)
 def options(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    with options_of("0.6b", request.param) as found:
-        yield found
+    kv_owner, tp = request.param
+    with options_of("0.6b", kv_owner) as found:
+        yield [*found, "--tp", str(tp)]
 
 
 def used() -> int:
@@ -86,5 +89,6 @@ def test_takeovers_leave_nothing_on_the_device(options: list[str]) -> None:
             pod.kill_serving("engine")
         assert all(reply == replies[0] for reply in replies)
         assert max(found[1:]) - found[0] <= 0.02 * found[0], found
-        is_handed_on = options[-1] == "auto"
-        assert kv_grants(pod)[:TAKEOVERS] == ([True] + [False] * (TAKEOVERS - 1) if is_handed_on else [])
+        is_handed_on, ranks = "auto" in options, int(options[-1])
+        expected = [True] * ranks + [False] * ((TAKEOVERS - 1) * ranks) if is_handed_on else []
+        assert kv_grants(pod)[: TAKEOVERS * ranks] == expected

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import suite
 from bench.model_dir import with_tokenizer
@@ -18,6 +19,7 @@ from tests.gms import running as gms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 PROMPTS = [[5, 6, 7] * 30, [9] * 50, list(range(3, 60))]
 
 
@@ -46,12 +48,13 @@ def checksum(engine: Served) -> object:
     return reply.json()
 
 
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=two_gpus)])
 def test_two_engines_read_one_copy_and_outlive_its_loader_and_the_service(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, tp: int
 ) -> None:
     directory = tmp_path / "gms"
     given = ["--model", str(model), "--load-format", "dummy", "--num-kv-tokens", "65536"]
-    given += ["--device", "cuda", "--gms-dir", str(directory)]
+    given += ["--device", "cuda", "--gms-dir", str(directory), "--tp", str(tp)]
     service = gms.start(directory, "--devices", "all")
     try:
         gms.target(directory, tag="watch").close()
@@ -60,7 +63,7 @@ def test_two_engines_read_one_copy_and_outlive_its_loader_and_the_service(
             assert tokens(second) == before and checksum(first) == checksum(second)
             assert service.pid not in processes_of_the_device(), "the service has a context"
             found = [event.kind for event in events(directory)]
-            assert [found.count(kind) for kind in ("rw_granted", "sealed", "committed")] == [1, 1, 1], found
+            assert [found.count(kind) for kind in ("rw_granted", "sealed", "committed")] == [tp, tp, 1], found
             loader, reader = (first, second) if loaded(directory) in first.workers() else (second, first)
             kill(loader)
             assert tokens(reader) == before

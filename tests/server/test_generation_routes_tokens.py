@@ -70,6 +70,18 @@ def test_a_stream_joined_is_the_whole_reply(fleet: Fleet) -> None:
     assert chunks[0]["prompt_token_ids"] == PROMPT == whole["prompt_token_ids"]
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_every_chunk_of_openai_s_streams_has_ids(fleet: Fleet, kind: str) -> None:
+    """Also the last chunk of a choice, which has the finish reason and no token."""
+    prompt = {"prompt": PROMPT} if kind == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True, **prompt}
+    *chunks, _ = read_stream(fleet.one.client, f"/v1/{kind}", body)
+    first = 0 if kind == "completions" else 1  # a chat begins with the role
+    ids = [chunk["choices"][0]["token_ids"] for chunk in chunks[first:]]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length" and ids[-1] == []
+    assert sum(map(len, ids)) == 5
+
+
 def test_prompts_are_scored_alike(fleet: Fleet) -> None:
     expected = native(fleet, max_new_tokens=1)["meta_info"]["input_token_logprobs"]
     logprobs = [p for p, _, _ in expected]

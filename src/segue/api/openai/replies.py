@@ -283,7 +283,8 @@ class Chunks:
         elif has_text:
             data += self._chunk(index, delta)
         if reason is not None:
-            data += self._chunk(index, self._dialect.last_delta, reason=encode(reason))
+            fields = _members(self._parts.of_output([]))  # some clients read the ids of every chunk
+            data += self._chunk(index, self._dialect.last_delta, reason=encode(reason), fields=fields)
         return data
 
     def _with_tokens(
