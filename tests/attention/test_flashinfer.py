@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_plan_that_is_staged_again_waits_for_its_copies(
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+def package(tmp_path: Path) -> Iterator[Any]:
     """The parts of FlashInfer that say what it needs; nvcc is in `tmp_path`."""
     found = {
         "flashinfer": {"__version__": "0.6.15.post1"},
@@ -143,18 +144,19 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
         "flashinfer.jit.cpp_ext": {"get_cuda_path": lambda: str(tmp_path)},
         "flashinfer.jit.env": {"has_flashinfer_jit_cache": lambda: False},
     }
-    for name, members in found.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "bin").mkdir()
     for name in ("nvcc", "ninja"):
-        (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    return sys.modules
+    with pytest.MonkeyPatch.context() as patch:
+        for name, members in found.items():
+            module = ModuleType(name)
+            vars(module).update(members)
+            patch.setitem(sys.modules, name, module)
+        patch.setenv("PATH", str(tmp_path / "bin"))
+        yield sys.modules
 
 
-def test_it_says_what_it_lacks(package: Any, tmp_path: Any) -> None:
+def test_it_says_what_it_lacks(package: Any, tmp_path: Path) -> None:
     assert flashinfer.why_not() == ""
     (tmp_path / "bin" / "ninja").unlink()
     assert "ninja, which is not in PATH" in flashinfer.why_not()
