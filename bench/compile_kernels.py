@@ -185,6 +185,8 @@ def _small(device: DeviceFacts) -> None:
     if device.has_tma:  # other devices never take it
         gate_up_silu.run_large_m(_bf16(4096, 1024), _bf16(6144, 1024))
     step_inputs.scatter(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), 8)
+    numbers = torch.zeros((8, 32), dtype=torch.int32)
+    step_inputs.list_pages(numbers, numbers[0, :8], numbers[0, :9], numbers.view(-1))
 
 
 def _attention(device: DeviceFacts) -> None:

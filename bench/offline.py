@@ -1,6 +1,8 @@
 """Runs the pinned offline workload on Segue, with the figures of its peers, and scores its tokens again.
 
-    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1 has a result file of its own)
+    python -m bench.offline 0.6b [--option=value …]
+
+--deterministic=1 and --attention-backend=NAME have result files of their own.
 
 The suite has the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps the output tokens: afterwards, four
@@ -121,7 +123,7 @@ def main() -> int:
             for name, value in measured.items()
         ],
     )
-    stored = f"gpu_offline_{size}{'_deterministic' * config.deterministic}"
+    stored = result_name(size, config)
     found = {
         "options": options,
         "clocks": adapter.clocks.seen,
@@ -133,10 +135,21 @@ def main() -> int:
         "lines": [line.removeprefix("RESULT ") for line in printed.getvalue().splitlines()],
     }
     report.save(stored, found)  # in case scoring fails
-    scores = score_again(replace(config, disable_cuda_graph=True, deterministic=False), adapter.calls)
+    scores = score_again(teacher_config(config), adapter.calls)
     found["scored again"] = {kind: asdict(score) for kind, score in scores.items()}
     print(f"written to {report.save(stored, found)}")
     return 1 if any(score.wrong for score in scores.values()) else 0
+
+
+def result_name(size: str, config: EngineConfig) -> str:
+    """Return the name of the result file; a named attention backend and deterministic mode have their own."""
+    backend = "" if config.attention_backend == "auto" else "_" + config.attention_backend.replace(",", "-")
+    return f"gpu_offline_{size}{backend}{'_deterministic' * config.deterministic}"
+
+
+def teacher_config(config: EngineConfig) -> EngineConfig:
+    """Return the options of the eager forward that scores tokens: in float32 too, so with any backend."""
+    return replace(config, disable_cuda_graph=True, deterministic=False, attention_backend="auto")
 
 
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:

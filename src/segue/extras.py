@@ -42,6 +42,11 @@ FA3 = Extra(
     modules=("flash_attn_3",),
     purpose="--attention-backend fa3: faster prefill of long prompts on Hopper GPUs",
 )
+FLASHINFER = Extra(
+    name="flashinfer",
+    modules=("flashinfer",),
+    purpose="--attention-backend flashinfer: FlashInfer's kernels, which nvcc compiles at the start",
+)
 NIXL = Extra(
     name="nixl",
     modules=("nixl_cu13", "nixl_cu12"),
@@ -55,4 +60,4 @@ OTEL = Extra(
     purpose="--otlp-traces-endpoint: spans of requests and of weight updates",
 )
 RAY = Extra(name="ray", modules=("ray",), purpose="segue.integrations.ray: engines as actors of Ray")
-EXTRAS = {extra.name: extra for extra in (FA3, NIXL, ETCD, KUBERNETES, OTEL, RAY)}
+EXTRAS = {extra.name: extra for extra in (FA3, FLASHINFER, NIXL, ETCD, KUBERNETES, OTEL, RAY)}

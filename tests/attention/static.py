@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from segue.attention.base import query_blocks
+from segue.attention.base import StepLengths, query_blocks
 from tests.attention.case import Case
 
 
@@ -46,11 +47,23 @@ class Static:
         def put(target: Tensor, values: list[int]) -> None:
             target.copy_(torch.tensor(values, dtype=torch.int32))
 
+        kv_lens = [*(len(case.keys[i]) for i in members), *[1] * idle]
+        cu_seqlens_q = [0, *ends, *[self.tokens] * idle]
         put(ctx.slots_device, [*members, *[self.dummy] * idle])
-        put(ctx.kv_lens_device, [*(len(case.keys[i]) for i in members), *[1] * idle])
-        put(ctx.cu_seqlens_q_device, [0, *ends, *[self.tokens] * idle])
+        put(ctx.kv_lens_device, kv_lens)
+        put(ctx.cu_seqlens_q_device, cu_seqlens_q)
         put(ctx.num_decode_device, [num_decode])
         ctx.blocks.fill_(-1)[: len(table)] = torch.from_numpy(table)
+        self.backend.plan(
+            StepLengths(
+                kv_lens=np.array(kv_lens, dtype=np.int32),
+                cu_seqlens_q=np.array(cu_seqlens_q, dtype=np.int32),
+                tokens=self.tokens,
+                num_decode=num_decode,
+                max_decode=self.slots,
+                has_prefill=True,
+            )
+        )
 
     def run(self) -> Tensor:
         self.backend.prepare(self.ctx)

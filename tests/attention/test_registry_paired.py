@@ -1,9 +1,10 @@
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
-from segue.attention.base import AttentionShape, Context
+from segue.attention.base import AttentionShape, Context, StepLengths
 from segue.attention.registry import PairedAttention
 from segue.kvcache.pool import KVPool
 from tests.attention.case import Case
@@ -12,9 +13,15 @@ from tests.attention.case import Case
 class Half:
     """Writes its number into the tokens that it serves."""
 
+    num_bytes = 10
+
     def __init__(self, number: int) -> None:
         self.number = number
         self.prepared = 0
+        self.plans: list[StepLengths] = []
+
+    def plan(self, lengths: StepLengths) -> None:
+        self.plans.append(lengths)
 
     def prepare(self, ctx: Context) -> None:
         self.prepared += 1
@@ -55,3 +62,26 @@ def test_a_backend_that_serves_both_halves_prepares_once() -> None:
 
     Case([1, 2], [5, 5], 1, make=make).run()
     assert both.prepared == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_decode", "has_prefill", "planned"),
+    [(2, 2, False, {7}), (6, 0, True, {5}), (7, 3, True, {7, 9}), (40, 1, True, {7, 9})],
+)
+def test_the_backends_plan_whose_halves_a_step_has(
+    tokens: int, max_decode: int, has_prefill: bool, planned: set[int]
+) -> None:
+    halves = [Half(5), Half(9), Half(7)]
+    small, large, decode = halves
+    paired = PairedAttention([(6, small), (20, large)], decode)  # type: ignore[list-item,arg-type]
+    assert paired.num_bytes == 30
+    lengths = StepLengths(
+        kv_lens=np.ones(3, dtype=np.int32),
+        cu_seqlens_q=np.arange(4, dtype=np.int32),
+        tokens=tokens,
+        num_decode=0,
+        max_decode=max_decode,
+        has_prefill=has_prefill,
+    )
+    paired.plan(lengths)
+    assert {half.number for half in halves if half.plans == [lengths]} == planned

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.offline import result_name, teacher_config
 from bench.starting import age, engine_options
 from segue.bench.load import Lengths
 from segue.bench.offline import Batch, OfflineRun, measure, summary
+from segue.config import EngineConfig
 from segue.errors import BenchmarkError, ConfigError
 from tests.support.fake_engine import FakeEngine
 
@@ -37,6 +39,20 @@ def test_the_age_of_a_process_includes_its_imports():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 < float(run.stdout) < time.monotonic() - began + 0.1
     assert age() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "gpu_offline_8b"),
+        ({"deterministic": True}, "gpu_offline_8b_deterministic"),
+        ({"attention_backend": "fa3,flashinfer"}, "gpu_offline_8b_fa3-flashinfer"),
+    ],
+)
+def test_a_named_attention_backend_has_a_result_file_and_does_not_score_its_own_tokens(options, name):
+    config = EngineConfig(**options)
+    assert result_name("8b", config) == name
+    assert teacher_config(config).attention_backend == "auto"
 
 
 LENGTHS = Lengths(prompt=(3, 9), output=(5, 9), max_id=90)

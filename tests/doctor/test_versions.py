@@ -47,6 +47,7 @@ def test_packages_that_are_missing_or_too_old_have_failed(monkeypatch: pytest.Mo
     ("name", "options"),
     [
         ("fa3", {"attention_backend": "fa3,triton"}),
+        ("flashinfer", {"attention_backend": "triton,flashinfer"}),
         ("nixl", {"pd_transport": "nixl", "role": "prefill"}),
         ("etcd", {"discovery": "file,etcd", "shadow_mode": True}),
         ("kubernetes", {"discovery": "kubernetes", "shadow_mode": True}),

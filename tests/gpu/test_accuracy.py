@@ -141,7 +141,9 @@ class Spy:
         monkeypatch.setattr(cuda_executor, "sample_plain", sample)
 
 
-def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Tensor, list[str | None]]:
+def our_logits(
+    checkpoint: Checkpoint, dtype: str, spy: Spy, backend: str
+) -> tuple[Tensor, Tensor, list[str | None]]:
     """Run each prompt, then force it to continue with the text.
 
     Returns the float32 logits after each prompt, `[B, V]`, those after each forced token,
@@ -156,6 +158,7 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
         num_kv_tokens=2 * sum(checkpoint.starts) + count * 2 * 64,
         max_running_requests=count,
         chunked_prefill_size=2048,
+        attention_backend=backend,
     )
     planner = Planner(runner)
     sequences = [planner.add(ids[:start]) for start in checkpoint.starts]
@@ -178,12 +181,17 @@ def our_logits(checkpoint: Checkpoint, dtype: str, spy: Spy) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["auto", "flashinfer"])
 def test_logits_are_as_accurate_as_those_of_transformers(
-    checkpoint: Checkpoint, dtype: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+        if checkpoint.directory.name.startswith("tiny"):
+            pytest.skip("FlashInfer has no kernels for such small heads")
     spy = Spy()
     spy.watch(monkeypatch, len(checkpoint.starts))
-    prefill, decode, reasons = our_logits(checkpoint, dtype, spy)
+    prefill, decode, reasons = our_logits(checkpoint, dtype, spy, backend)
     assert reasons.count(None) >= DECODED + 3 and {*reasons} <= {None, "tokens"}, reasons
     true, peer = (checkpoint.true_logits(kind) for kind in (torch.float32, getattr(torch, dtype)))
     positions = torch.tensor(checkpoint.starts, device="cuda")[:, None] + torch.arange(
@@ -197,7 +205,7 @@ def test_logits_are_as_accurate_as_those_of_transformers(
     for name, part in (("prefill", slice(1)), ("decode", slice(1, None))):
         ours, theirs = (each[:, part].double().square().mean().sqrt() for each in (errors, peers))
         ratios[name] = (ours / theirs).item()
-    print("\nACCURACY", checkpoint.directory.name, dtype, ratios, "of", peers.abs().max().item())
+    print("\nACCURACY", checkpoint.directory.name, dtype, backend, ratios, "of", peers.abs().max().item())
     assert max(ratios.values()) <= BAR, ratios
 
 

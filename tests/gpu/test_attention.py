@@ -15,7 +15,8 @@ from tests.attention.static import Static
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["triton", "fa3", "fa3,triton", "triton,fa3"]
+ALONE = ["triton", "fa3", "flashinfer"]
+BACKENDS = [*ALONE, "fa3,triton", "triton,fa3", "flashinfer,triton", "triton,flashinfer"]
 
 
 def backend_factory(name: str, dtype: torch.dtype) -> Callable[[AttentionShape, KVPool], AttentionBackend]:
@@ -42,7 +43,7 @@ def make_case(name, q_lens, kv_lens, num_decode, dtype=torch.bfloat16, **options
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64, 128, 256])
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ALONE)
 def test_decode(name, page_size, dtype) -> None:
     lens = [1, 7, 33, 700, 64, 129]
     make_case(name, [1] * 6, lens, 6, dtype, page_size=page_size, head_dim=64).check()
@@ -74,7 +75,7 @@ def test_prompts_of_any_length_on_pages_of_any_size(name, head_dim, page_size) -
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 40])
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ALONE)
 def test_every_number_of_splits(name, count) -> None:
     lens = [1 + 37 * i % 900 for i in range(count)]
     make_case(name, [1] * count, lens, count, kv_heads=8, group=2, head_dim=128).check()
@@ -82,7 +83,7 @@ def test_every_number_of_splits(name, count) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (3, 3), (1, 8)])
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ALONE)
 def test_rows_much_longer_than_the_others(name, kv_heads, group, dtype) -> None:
     """Triton divides the keys of long rows among programs of their own, which `plan_decode` plans."""
     lens = [*[1 + 37 * i % 400 for i in range(150)], 9000, 1, 3000]
@@ -105,7 +106,7 @@ def test_the_largest_group(dtype) -> None:
     make_case("triton", [1, 20], [90, 150], 1, dtype, kv_heads=1, group=64, head_dim=64).check()
 
 
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ALONE)
 def test_a_query_that_attends_to_no_key_gives_zero(name) -> None:
     case = make_case(name, [5, 4], [3, 0], 0, head_dim=64)
     case.check()
@@ -121,7 +122,7 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torc
     return graph, output
 
 
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ["triton", "fa3"])  # FlashInfer plans such a step in `prepare`
 def test_a_replayed_decode_step_gives_the_eager_bits(name) -> None:
     case = make_case(name, [1] * 6, [5, 90, 300, 64, 65, 1000], 6, kv_heads=8, group=2, head_dim=128)
     eager = case.run()
@@ -191,7 +192,7 @@ def test_a_captured_step_of_thousands_of_tokens(name) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("name", ["triton", "fa3"])
+@pytest.mark.parametrize("name", ALONE)
 def test_the_top_pages_of_a_pool_beyond_32_bit_offsets(name, page_size) -> None:
     from segue.kvcache.page_table import PageTable
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from segue.kernels.ops import embed, linear
+from segue.kernels.ops import embed, linear, list_pages
 from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +126,16 @@ def test_gather_inputs() -> None:
     assert torch.equal(ids, pool[at].long())
     pages = table[at[0], at[1] // 16].long()
     assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
+
+
+@pytest.mark.parametrize("counts", [[1], [0, 0], [0, 128, 129, 1, 300, 0], [3] * 260])
+def test_list_pages(counts) -> None:
+    table = torch.arange(len(counts) * 320, dtype=torch.int32, device="cuda").view(-1, 320)
+    slots = torch.arange(len(counts), dtype=torch.int32, device="cuda").flip(0)
+    starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    end = sum(counts)
+    found, expected = list_pages(table, slots, starts), list_pages(table.cpu(), slots.cpu(), starts.cpu())
+    assert torch.equal(found[:end].cpu(), expected[:end])
 
 
 def choose(

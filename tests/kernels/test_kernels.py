@@ -1,7 +1,18 @@
 import pytest
 import torch
 
-from segue.kernels.ops import Plain, add_rms_norm, embed, linear, pack, rms_norm, rotate, route, silu_mul
+from segue.kernels.ops import (
+    Plain,
+    add_rms_norm,
+    embed,
+    linear,
+    list_pages,
+    pack,
+    rms_norm,
+    rotate,
+    route,
+    silu_mul,
+)
 from tests.kernels.formulas import rms_norm_reference, rotate_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -81,6 +92,12 @@ def test_routing_takes_the_most_probable_experts_of_each_token(renormalise: bool
     shares = logits.gather(1, experts) if renormalise else logits
     expected = logits.gather(1, experts).exp() / shares.exp().sum(-1, keepdim=True)
     torch.testing.assert_close(weights, expected)
+
+
+def test_pages_are_listed_one_sequence_after_the_other() -> None:
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    found = list_pages(table, torch.tensor([2, 0, 3]), torch.tensor([0, 3, 3, 5], dtype=torch.int32))
+    assert (found[:5].tolist(), found.dtype, len(found)) == ([20, 21, 22, 30, 31], torch.int32, 30)
 
 
 @pytest.mark.parametrize("start", [0, 128])

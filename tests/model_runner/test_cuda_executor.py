@@ -18,6 +18,7 @@ from torch import Tensor
 
 import segue.model_runner
 from segue.attention.base import AttentionShape, Context, PagedBackend
+from segue.attention.flashinfer import FlashInferAttention
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kernels.compilations import Compilations
@@ -28,6 +29,7 @@ from segue.model_runner.step_times import time_steps
 from segue.sampling.token_mask import forbid
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
+from tests.support.fake_flashinfer import FakeFlashInfer, installed
 
 NAME = "segue.model_runner.cuda_executor"
 # For each step, the tokens of each of four sequences; 0: the sequence is not in the step.
@@ -137,7 +139,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
     made = []
 
-    def make(*, ranks: int = 1, captures: bool = True, has_grid: bool = False) -> Any:
+    def make(*, ranks: int = 1, captures: bool = True, has_grid: bool = False, backend: Any = Paged) -> Any:
         runner = making.make_runner(llama[0], chunked_prefill_size=256, page_size=16, num_kv_tokens=4096)
         made.append(runner)
         parts = runner._startup
@@ -146,7 +148,7 @@ def make(llama: Any, cuda_executor: Any) -> Iterator[Any]:
             model=parts.model,
             state=parts._state,
             kv=runner.kv,
-            backend=Paged(parts._shape, runner.kv),
+            backend=backend(parts._shape, runner.kv),
             sampler=parts._sampler,
             max_rows=8,
             chunk=256,
@@ -182,11 +184,27 @@ def test_captured_steps_give_the_tokens_of_transformers(make: Any, llama: Any, h
     assert steps == [(None, 15), (None, 12), (None, 13), (None, 0), (None, 0)]
 
 
+def with_flashinfer(shape: AttentionShape, pool: KVPool) -> FlashInferAttention:
+    """Return the backend that plans on the host, with a reference for FlashInfer's functions."""
+    with installed(FakeFlashInfer()):
+        return FlashInferAttention(shape, pool)
+
+
+@pytest.mark.parametrize("options", [{}, {"has_grid": True}, {"captures": False}], ids=str)
+def test_a_backend_that_plans_on_the_host_gives_the_tokens_of_transformers(
+    make: Any, llama: Any, options: dict[str, Any]
+) -> None:
+    """The plan must be that of the step, for each kind of graph, and when a graph is captured."""
+    _, steps = drive(make(**options, backend=with_flashinfer), llama[1])
+    assert [eager is None for eager, _ in steps] == [options.get("captures", True)] * len(WORK)
+
+
+@pytest.mark.parametrize("backend", [Paged, with_flashinfer])
 @pytest.mark.parametrize("captures", [False, True])
 def test_the_warm_up_leaves_no_trace(
-    make: Any, cuda_executor: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, captures: bool
+    make: Any, cuda_executor: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, captures: bool, backend: Any
 ) -> None:
-    runner, found = make(captures=False), Compilations()
+    runner, found = make(captures=False, backend=backend), Compilations()
     monkeypatch.setattr(cuda_executor, "compiled_together", lambda *_: nullcontext(found))
     monkeypatch.setattr(warm_up, "row_steps", lambda *_: {3, 8, 40})
     assert runner._executor.warm_up(runner.limits, captures=captures) is found

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from segue.attention.base import AttentionBackend
 from segue.errors import OutOfMemoryError
 from segue.model_runner import profile_run, startup
 from tests.model_runner import making, tiny
@@ -55,6 +56,18 @@ def test_the_error_names_the_memory_for_weight_updates(
     monkeypatch.setattr(startup, "free_cpu_memory", lambda: GIB // 4)
     with pytest.raises(OutOfMemoryError, match=r"of it for weight updates.* or --weight-staging-gb"):
         making.make_runner(llama, weight_staging_gb=4.0)
+
+
+def test_the_buffers_that_the_attention_backend_keeps_are_counted(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headrooms = []
+    for num_bytes in (0, GIB):
+        monkeypatch.setattr(AttentionBackend, "num_bytes", num_bytes)
+        runner = making.make_runner(llama)
+        headrooms.append(runner._startup.headroom)
+        runner.close()
+    assert headrooms[1] - headrooms[0] > GIB // 2
 
 
 def test_a_long_profile_run_is_announced_before_it_starts(

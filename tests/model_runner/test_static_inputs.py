@@ -5,10 +5,11 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from segue.attention.base import GridMetadata, query_blocks
+from segue.attention.base import Context, GridMetadata, StepLengths, query_blocks
 from segue.messages.steps import StepPlan
 from segue.model_runner.inputs import PlanArrays
 from segue.model_runner.static_inputs import RING, DeviceInputs, StepShape
@@ -23,6 +24,10 @@ class GridBackend:
 
     def __init__(self) -> None:
         self.replayed: list[tuple[int, int, list[int], list[int]]] = []
+        self.planned: StepLengths | None = None
+
+    def plan(self, lengths: StepLengths) -> None:
+        self.planned = lengths
 
     def queries_per_block(self, tokens: int) -> int:
         return per_block(tokens)
@@ -45,6 +50,18 @@ def make_inputs(max_rows: int, chunk: int) -> DeviceInputs:
     inputs = DeviceInputs(state, None, backend, max_tokens=chunk + max_rows, max_slots=max_rows)  # type: ignore[arg-type]
     inputs._gather_inputs = lambda token_slots, positions: (token_slots, positions)  # type: ignore[method-assign]
     return inputs
+
+
+def check_plan(inputs: DeviceInputs, context: Context, num_decode: int) -> None:
+    """The backend must have been told, on the host, what the context has on the device."""
+    backend: Any = inputs._backend
+    planned = backend.planned
+    assert planned.kv_lens.tolist() == context.kv_lens_device.tolist()
+    starts = context.cu_seqlens_q_device.tolist() or [*range(planned.tokens + 1)]
+    assert planned.cu_seqlens_q.tolist() == starts
+    assert planned.kv_lens.dtype == planned.cu_seqlens_q.dtype == np.int32
+    assert (planned.tokens, planned.num_decode) == (len(context.positions), num_decode)
+    assert (planned.max_decode, planned.has_prefill) == (context.num_decode, context.has_prefill)
 
 
 def random_plan(rng: random.Random, max_rows: int, chunk: int, num_decode: int) -> StepPlan:
@@ -92,6 +109,7 @@ def test_any_step_is_laid_out_with_its_padding_after_any_other_step(max_rows: in
         assert context.positions.tolist() == positions + [0] * padding
         assert context.slots_device.tolist() == plan.slots + [max_rows] * (max_rows + 1 - known)
         assert context.kv_lens_device.tolist() == kv_lens + [1] * (max_rows + 1 - known)
+        check_plan(inputs, context, plan.num_decode)
         assert context.cu_seqlens_q_device.tolist()[: known + 2] == [0, *ends, tokens]
         assert context.num_decode_device is not None and context.blocks is not None
         assert context.num_decode_device.tolist() == [plan.num_decode]
@@ -122,6 +140,7 @@ def test_decode_steps_are_padded_with_the_dummy_slot(max_rows: int) -> None:
         context = inputs.decode_context(size)
         assert context.positions.tolist() == plan.starts + [0] * padding
         assert context.kv_lens_device.tolist() == positions.tolist()
+        check_plan(inputs, context, size)
         assert context.num_tokens is not None and context.num_tokens.tolist() == [len(plan.slots)]
         assert inputs.ring_index.tolist() == [2]
 
@@ -158,6 +177,7 @@ def test_prompts_in_the_grid_are_padded_at_the_front_after_any_other_step(
         assert context.slots_device.tolist() == slots + [8] * missing
         assert context.kv_lens_device.tolist() == kv_lens + [1] * missing
         assert context.num_decode == 0
+        check_plan(inputs, context, 0)
         sampling = [i for i in range(count) if samples[i]]
         ends = [(i + 1) * length - 1 for i in sampling]
         assert inputs.logits_indices.tolist() == ends + [0] * (8 - len(ends))

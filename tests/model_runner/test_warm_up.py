@@ -34,7 +34,8 @@ OF_STEPS = {
     *("attention.attend", "attention.decode", "attention.plan_decode", "gemm._gemm"),
     *("gate_up_silu._gate_up_silu", "gate_up_silu._silu_mul", "norm._add_rms_norm"),
     *("norm._qk_norm_rope_store", "all_reduce._add_rms_norm", "step_inputs._embed"),
-    *("step_inputs._gather_inputs", "step_inputs._scatter", "sampling._choose_block"),
+    *("step_inputs._gather_inputs", "step_inputs._list_pages", "step_inputs._scatter"),
+    "sampling._choose_block",
     *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
@@ -189,6 +190,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "two ranks": {"ranks": 2, "one_shot": True},
     "two ranks by NCCL": {"ranks": 2},
+    "FlashInfer": {"flashinfer": True, "rows": 64, "chunk": 300},
 }
 
 
@@ -222,6 +224,7 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
         {**FP8, "rows": 16},
         {**fake.EXPERTS, "rows": 16},
         {"ranks": 2, "one_shot": True, "rows": 16},
+        {"flashinfer": True, "rows": 16},
     ):
         names |= {kernel for kernel, _ in warmed_by(FakeModel(**options), monkeypatch)}
     assert names == OF_STEPS

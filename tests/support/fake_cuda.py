@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from segue.attention.base import AttentionShape
+from segue.attention.flashinfer import FlashInferAttention
 from segue.distributed.collectives import Collectives
 from segue.distributed.info import TPInfo
 from segue.kernels.cpu import ops as cpu
@@ -24,6 +25,7 @@ from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.models.config import ModelConfig
 from segue.models.decoder import Attention, build_model
+from tests.support.fake_flashinfer import installed
 
 # Of Qwen3-0.6B, but for the vocabulary: the plans of its GEMMs are measured.
 QWEN3 = {
@@ -155,6 +157,12 @@ def recorded(*_: Any) -> Iterator[Variants]:
         yield found
 
 
+def idle_flashinfer(shape: AttentionShape, pool: KVPool) -> FlashInferAttention:
+    """Return the backend with functions of FlashInfer that do nothing."""
+    with installed(SimpleNamespace(plan=lambda *_: [], paged_run=lambda **_: None)):
+        return FlashInferAttention(shape, pool)
+
+
 class FakeModel:
     """A model and the state of an engine, of the host's memory, that nothing is written to."""
 
@@ -168,6 +176,7 @@ class FakeModel:
         deterministic: bool = False,
         ranks: int = 1,
         one_shot: bool = False,
+        flashinfer: bool = False,
         **config: Any,
     ) -> None:
         """Make rank 0 of an engine of these sizes; ``config`` changes that of the model."""
@@ -231,11 +240,13 @@ class FakeModel:
         )
         self.state = BatchState(table, max_seq_len)
         self.state.writer = CUDAWriter(torch.device("cpu"))
+        backends = {True: TritonInvariantAttention, False: TritonAttention}
+        backend = idle_flashinfer if flashinfer else backends[deterministic]
         self.executor = CUDAExecutor(
             model=self.model,
             state=self.state,
             kv=pool,
-            backend=(TritonInvariantAttention if deterministic else TritonAttention)(attention, pool),
+            backend=backend(attention, pool),
             sampler=Sampler(self.state),
             max_rows=rows,
             chunk=chunk,

@@ -113,6 +113,18 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLengths:
+    """What the host knows of the lengths of a step of S sequences: the values that its context will have."""
+
+    kv_lens: NDArray[np.int32]  # [S]
+    cu_seqlens_q: NDArray[np.int32]  # [S + 1]
+    tokens: int  # T
+    num_decode: int  # the number of leading sequences that have one token each
+    max_decode: int  # the context's `num_decode`
+    has_prefill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GridMetadata:
     """The fields of a context that are fixed for a graph of `bs` prompts of `seq_len` queries each."""
 
@@ -132,6 +144,8 @@ class AttentionBackend(Protocol):
     Prompts are padded at the front, so that the bottom-right aligned mask is right for the real queries.
     Between replays the values of `slots` and `kv_lens` change, their addresses do not.
     """
+
+    num_bytes: int = 0  # of the device: buffers that the backend keeps between steps, if they count
 
     def prepare(self, ctx: Context) -> None:
         """Compute what all layers of a step share. Called once per step, before the first `forward`."""
@@ -184,7 +198,7 @@ class PagedBackend(AttentionBackend):
     """A CUDA backend whose decode and prefill can be called separately, and which reads no host lists.
 
     `decode` and `prefill` write their own sequences' tokens of `output`, which like `query` is
-    `[T, num_heads, head_dim]`.
+    `[T, num_heads, head_dim]`. `prefill` comes first, and may write anything to the decode rows.
 
     The methods of the grid (`model_runner.grid`: prefill graphs by number and length of prompts) are those of
     a backend that derives nothing from slots and lengths outside the graph: it reads them directly from the
@@ -202,6 +216,13 @@ class PagedBackend(AttentionBackend):
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the sequences after the decode rows, as `forward` does for all."""
 
+    def plan(self, lengths: StepLengths) -> None:
+        """Called by the runner before it launches or replays a step, when the step's inputs are on their way.
+
+        It is for backends that need lengths on the host; others read them on the device. When a graph is
+        captured, and in steps that `Context.build` has made, `prepare` comes without it.
+        """
+
     @abstractmethod
     def queries_per_block(self, tokens: int) -> int:
         """Returns the maximum of queries per row of `ctx.blocks` in a step of `tokens` tokens."""
@@ -218,10 +239,10 @@ class PagedBackend(AttentionBackend):
     ) -> Tensor:
         """Attend for all sequences, see `AttentionBackend.forward`; `key` and `value` are not read."""
         output = torch.empty_like(query)
-        if ctx.num_decode:
-            self.decode(query, output, layer, ctx)
         if ctx.has_prefill:
             self.prefill(query, output, layer, ctx)
+        if ctx.num_decode:
+            self.decode(query, output, layer, ctx)
         return output
 
     def supports_batch_prefill_cuda_graph(self) -> bool:

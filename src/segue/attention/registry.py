@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from segue.attention.base import AttentionBackend, AttentionShape, Context, PagedBackend
+from segue.attention import flashinfer
+from segue.attention.base import AttentionBackend, AttentionShape, Context, PagedBackend, StepLengths
 from segue.errors import ConfigError
-from segue.extras import FA3, Extra
+from segue.extras import FA3, FLASHINFER, Extra
 from segue.kernels.cpu.build import kernels
 from segue.kvcache.pool import KVPool
 
@@ -75,18 +76,28 @@ class PairedAttention(PagedBackend):
         ascending; the last backend also serves all larger steps.
         """
         self._sizes, self._decode = prefill, decode
+        self.num_bytes = sum(half.num_bytes for half in {decode, *(half for _, half in prefill)})
 
     def _prefill(self, tokens: int) -> PagedBackend:
         """Returns the backend that does the prefill of a step of `tokens` tokens."""
         return next((half for max_tokens, half in self._sizes if tokens <= max_tokens), self._sizes[-1][1])
 
+    def _halves(self, tokens: int, max_decode: int, has_prefill: bool) -> list[PagedBackend]:
+        """Returns the backends that a step uses, each once."""
+        halves = [self._prefill(tokens)] if has_prefill else []
+        if max_decode and self._decode not in halves:
+            halves.append(self._decode)
+        return halves
+
     def prepare(self, ctx: Context) -> None:
         """Prepare the backends that this step uses, each once."""
-        halves = [self._prefill(len(ctx.positions))] if ctx.has_prefill else []
-        if ctx.num_decode and self._decode not in halves:
-            halves.append(self._decode)
-        for half in halves:
+        for half in self._halves(len(ctx.positions), ctx.num_decode, ctx.has_prefill):
             half.prepare(ctx)
+
+    def plan(self, lengths: StepLengths) -> None:
+        """Let the backends plan that this step uses, each once."""
+        for half in self._halves(lengths.tokens, lengths.max_decode, lengths.has_prefill):
+            half.plan(lengths)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`."""
@@ -320,6 +331,15 @@ _FA3 = Capabilities(
     package=("flash_attn_3._C", FA3),
     graphs=True,
 )
+_FLASHINFER = Capabilities(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=(64, 128, 256),
+    architectures=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
+    package=("flashinfer", FLASHINFER),
+    graphs=True,
+    why_not=flashinfer.why_not,
+)
 # In order of preference where there is no measured ranking.
 _BACKENDS = {
     name: BackendEntry(name=name, capabilities=capabilities, backend=f"segue.attention.{backend}")
@@ -327,6 +347,7 @@ _BACKENDS = {
         ("triton", _TRITON, "triton:TritonAttention"),
         ("fa3", _FA3, "fa3:FA3Attention"),
         ("triton-invariant", _TRITON_INVARIANT, "triton:TritonInvariantAttention"),
+        ("flashinfer", _FLASHINFER, "flashinfer:FlashInferAttention"),
         ("avx512", _AVX512, "avx512:AVX512Attention"),
         ("avx512-invariant", replace(_AVX512, deterministic=True), "avx512:AVX512InvariantAttention"),
         ("cpu", _CPU, "cpu:CPUAttention"),

@@ -14,7 +14,7 @@ from segue.doctor.machine import cpu_name, driver_gpus, num_cores
 from segue.doctor.versions import version_of
 from segue.errors import BenchmarkError
 
-PACKAGES = ("torch", "transformers", "triton", "tokenspeed-fa3")
+PACKAGES = ("torch", "transformers", "triton", "tokenspeed-fa3", "flashinfer-python")
 
 
 def circumstances() -> dict[str, Any]:

@@ -102,8 +102,8 @@ def _extra(extra: Extra, *, is_needed: bool) -> Finding:
 
 def _is_needed(extra: Extra, config: EngineConfig) -> bool:
     """Whether an option names what the optional package is for, so that the engine ends without it."""
-    if extra.name == "fa3":
-        return "fa3" in [half.strip() for half in config.attention_backend.split(",")]
+    if extra.name in ("fa3", "flashinfer"):
+        return extra.name in [half.strip() for half in config.attention_backend.split(",")]
     if extra.name == "nixl":
         return config.role != "both" and config.pd_transport == "nixl"
     if extra.name == "otel":

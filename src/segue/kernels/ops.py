@@ -28,6 +28,26 @@ def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
 
 
+def list_pages(page_table: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
+    """Returns the pages of S sequences, one after the other: int32 `[S * columns]`; the rest is undefined.
+
+    Args:
+        page_table: int32 `[*, columns]`, the pages of each request slot.
+        slots: the sequences' request slots, `[S]`.
+        starts: int32 `[S + 1]`, the index of each sequence's first page in the result, and their total.
+    """
+    pages = torch.empty(len(slots) * page_table.shape[1], dtype=torch.int32, device=page_table.device)
+    if pages.is_cuda:
+        from segue.kernels.triton.step_inputs import list_pages as fused
+
+        fused(page_table, slots, starts, pages)
+        return pages
+    bounds = starts.tolist()
+    for slot, start, end in zip(slots.tolist(), bounds, bounds[1:], strict=False):
+        pages[start:end] = page_table[slot, : end - start]
+    return pages
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns `x / rms(x) * weight` over the last dimension, computed in float32, in the dtype of `x`.
 

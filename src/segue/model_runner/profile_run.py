@@ -63,6 +63,8 @@ def measure_activations(
 ) -> int:
     """Return the peak bytes of an eager prefill of the largest step, with the logits of all rows.
 
+    The buffers that the attention backend keeps are among them.
+
     The profile run has a small KV pool of its own, and sequences as long as the model allows.
 
     Raises:
@@ -136,7 +138,7 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
                 run()
         meter.start()
         run()
-        return meter.stop()
+        return meter.stop() + ctx.backend.num_bytes
 
 
 def make_pool(

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segue.attention.base import Context, GridMetadata, PagedBackend, query_blocks
+from segue.attention.base import Context, GridMetadata, PagedBackend, StepLengths, query_blocks
 from segue.kvcache.pool import KVPool
 from segue.memory import backing
 from segue.messages.steps import StepPlan
@@ -122,6 +122,17 @@ class DeviceInputs:
         ):
             _fill(row, values, filler)
         self._copy(ring_index, self._header_size + 3 * _aligned(size))
+        cu_seqlens_q = np.arange(size + 1, dtype=np.int32)
+        self._backend.plan(
+            StepLengths(
+                kv_lens=step[2],
+                cu_seqlens_q=cu_seqlens_q,
+                tokens=size,
+                num_decode=size,
+                max_decode=size,
+                has_prefill=False,
+            )
+        )
 
     def load(self, arrays: PlanArrays, shape: StepShape, ring_index: int) -> None:
         """Copy the inputs of any step to the device, padded to `shape`, from ring buffer `ring_index`.
@@ -156,6 +167,7 @@ class DeviceInputs:
             blocks = query_blocks([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
             _fill(views.blocks, blocks.ravel(), -1)  # -1: no block
         self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
+        self._plan(views, shape, plan.num_decode)
         if shape.prompt_len:
             slots, kv_lens, _ = self._grid[shape]
             self._backend.init_forward_metadata_replay_batch_prefill_cuda_graph(
@@ -171,6 +183,23 @@ class DeviceInputs:
         _fill(sample_slots, arrays.sample_slots, self._dummy)
         _fill(sample_positions, arrays.sample_positions, 1)
         return [counts, logits_indices]
+
+    def _plan(self, views: _Views[NDArray[np.int32]], shape: StepShape, num_decode: int) -> None:
+        """Let the attention backend plan a step, with what the views of the host's buffer have."""
+        kv_lens, cu_seqlens_q = views.kv_lens, views.cu_seqlens_q
+        if length := shape.prompt_len:  # the grid has no dummy request, and its prompts have one length
+            kv_lens = kv_lens[: shape.sequences]
+            cu_seqlens_q = np.arange(0, shape.tokens + 1, length, dtype=np.int32)
+        self._backend.plan(
+            StepLengths(
+                kv_lens=kv_lens,
+                cu_seqlens_q=cu_seqlens_q,
+                tokens=shape.tokens,
+                num_decode=num_decode,
+                max_decode=shape.decode,
+                has_prefill=bool(shape.blocks or length),
+            )
+        )
 
     def decode_slots(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the slots of a decode step and the positions of the tokens that they sample.

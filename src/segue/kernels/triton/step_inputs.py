@@ -13,6 +13,7 @@ from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, p
 
 _WORDS = tl.constexpr(512)  # per program of `_scatter`
 _TOKENS = tl.constexpr(128)  # per program of `_gather_inputs`
+_PAGES = tl.constexpr(128)  # that a program of `_list_pages` copies at a time
 _COLUMNS = tl.constexpr(1024)  # per program of `_embed`
 
 
@@ -107,6 +108,33 @@ def gather_inputs(
         **launch_options(4, num_tokens),
     )
     return ids, slot_mapping
+
+
+@triton.jit
+def _list_pages(page_table, slots, starts, pages, table_stride, PDL: tl.constexpr):
+    """Copy the pages of one sequence, see `segue.kernels.ops.list_pages`."""
+    row = tl.program_id(0)
+    pdl_wait(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    for first in range(0, count, _PAGES):
+        column = first + tl.arange(0, _PAGES)
+        page = tl.load(page_table + slot * table_stride + column, mask=column < count, other=0)
+        tl.store(pages + start + column, page, mask=column < count)
+    pdl_launch_dependents(PDL)
+
+
+def list_pages(page_table: Tensor, slots: Tensor, starts: Tensor, pages: Tensor) -> None:
+    """See `segue.kernels.ops.list_pages`; `pages` is the result, and `slots` are int32."""
+    _list_pages[(len(slots),)](
+        page_table=page_table,
+        slots=slots,
+        starts=starts,
+        pages=pages,
+        table_stride=page_table.stride(0),
+        **launch_options(4, len(slots)),
+    )
 
 
 @triton.jit
