@@ -1,4 +1,4 @@
-"""Engines of a pod on one GPU, or on two: what one that stands by takes of the device, and takeovers without growth.
+"""Engines of a pod on one GPU or two: what one that stands by takes of it, and takeovers without growth.
 
 Each with the KV cache as memory of the service, which is handed on, and as memory of each engine.
 """
