@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class TorchUpdate:
     """What one update took."""
 
     began: float  # by `time.monotonic`, before the first call
@@ -83,7 +83,7 @@ class TorchTrainer:
         dist.destroy_process_group(self._group)
         leaving.join()
 
-    def send(self) -> Sent:
+    def send(self) -> TorchUpdate:
         """Send all tensors, and return when the engine has them in use."""
         began = time.monotonic()
         described = [
@@ -109,7 +109,7 @@ class TorchTrainer:
         received = time.monotonic()
         done = self._post("complete_weights_update", {"group_name": GROUP, "flush_cache": False})
         assert done["success"], done
-        return Sent(began, received, time.monotonic(), done["timings"])
+        return TorchUpdate(began, received, time.monotonic(), done["timings"])
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = json_request(f"{self._url}/{path}", json.dumps(body).encode())

@@ -219,7 +219,7 @@ def test_the_warm_up_leaves_no_trace(
 def test_a_graph_has_all_layers_and_the_eager_run_before_it_those_that_differ(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = make(captures=False)._executor
+    executor = make(captures=False, has_grid=True)._executor
     now = SimpleNamespace(short=False, capturing=False)
     runs: list[tuple[bool, bool]] = []
 
@@ -233,8 +233,8 @@ def test_a_graph_has_all_layers_and_the_eager_run_before_it_those_that_differ(
         runs.append((now.short, now.capturing))
         run(size)
 
-    for kind in executor._graphs.values():
-        assert kind.shortened == executor.model.distinct_layers
+    for name, kind in executor._graphs.items():
+        assert (kind.shortened == executor.model.distinct_layers) == (name != "grid")
         kind.shortened, kind.run = short, partial(noted, kind.run)
     graph = SimpleNamespace(
         capture_begin=lambda **_: vars(now).update(capturing=True),
@@ -243,7 +243,10 @@ def test_a_graph_has_all_layers_and_the_eager_run_before_it_those_that_differ(
     )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     assert executor.capture(lambda: 0, 1) == []
-    assert runs == [(True, False), (False, True)] * (len(runs) // 2) and len(runs) > 40
+    num_sizes = sum(len(kind.sizes) for name, kind in executor._graphs.items() if name != "grid")
+    ours, of_grid = runs[: 2 * num_sizes], runs[2 * num_sizes :]
+    assert ours == [(True, False), (False, True)] * num_sizes and num_sizes > 20
+    assert of_grid == [(True, False), (True, False), (False, True)] * len(executor._graphs["grid"].sizes)
 
 
 def test_the_steps_that_are_timed_at_start_leave_no_trace(make: Any, llama: Any) -> None:

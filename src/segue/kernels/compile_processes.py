@@ -1,7 +1,7 @@
 """Processes that compile kernels for a worker: in threads most of the work would wait for Python's lock.
 
-A worker forks the first process at its beginning, before it has threads and before it uses a GPU, as a fork
-is safe only then. This process imports Triton and the kernels, and waits. For the first kernel that is not in
+A worker forks the first process at its beginning, before it has threads and a CUDA context, as a fork is safe
+only then. This process imports Triton and the kernels, and waits. For the first kernel that is not in
 the cache on disk it forks the others. Each of them takes one job after the other from the same socket,
 compiles a kernel to the cache, and answers; the worker then loads it from there. When the worker ends or is
 killed, the kernel ends them. When one of them ends, all do, and the worker goes on alone.
@@ -62,7 +62,7 @@ class CompileProcesses:
     def fork(cls, count: int, work: Callable[[Variant], None] | None = None) -> CompileProcesses:
         """Fork the first process, which makes itself `count` when there is work; `work` does one job.
 
-        Call it where no other thread runs Python, and before CUDA is used.
+        Call it where no other thread runs Python, and where there is no CUDA context.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()

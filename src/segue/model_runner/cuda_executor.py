@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+<<<<<<< HEAD
 from dataclasses import dataclass, replace
+=======
+from contextlib import nullcontext
+from dataclasses import dataclass
+>>>>>>> start
 from functools import partial
 from typing import Any, ClassVar
 
@@ -132,7 +137,7 @@ class CUDAExecutor(StepExecutor):
             shape: returns the shape of a step of one size.
             choose: for a kind that goes before `forward` in steps of prompts alone: returns the route to the
                 captured size that fits a plan, from the plan alone, or None.
-            warm_ups: eager runs before each capture, of the layers that differ.
+            warm_ups: eager runs before each capture; one alone has only the layers that differ.
         """
         self._shapes[name] = shape
         self._graphs[name] = Graphs(
@@ -141,7 +146,7 @@ class CUDAExecutor(StepExecutor):
             lambda size: self._run_forward(shape(size)),
             pool=self._pool,
             checked=self._checked_hidden,
-            shortened=self.model.distinct_layers,
+            shortened=nullcontext if warm_ups > 1 else self.model.distinct_layers,
             warm_ups=warm_ups,
         )
         if choose is not None:

@@ -69,7 +69,7 @@ class Graphs(Generic[Size]):
     checked: Tensor | None
     # A block in which `run` does each different thing once, and so is short: see `Decoder.distinct_layers`.
     shortened: Callable[[], AbstractContextManager[None]] = nullcontext
-    warm_ups: int = 1  # shortened eager runs before each capture
+    warm_ups: int = 1  # such eager runs before each capture
     _graphs: dict[Size, torch.cuda.CUDAGraph] = field(default_factory=dict, init=False)
 
     def capture(self, has_room: Callable[[], bool]) -> list[Size]:
