@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-<<<<<<< HEAD
-from dataclasses import dataclass, replace
-=======
 from contextlib import nullcontext
-from dataclasses import dataclass
->>>>>>> start
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
