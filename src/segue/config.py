@@ -171,9 +171,9 @@ class EngineConfig(Options):
         False, "Launch every kernel of every step, instead of replaying CUDA graphs."
     )
     gemm_plans: Literal["auto", "stored"] = _hardware(
-        "stored",
-        "Plans of GEMMs of few rows on CUDA, for shapes without a stored one; 'stored': none, these use "
-        "cuBLAS; 'auto': timed at start, once per device and model, and kept in --cache-dir.",
+        "auto",
+        "Plans of GEMMs of few rows on CUDA, for shapes without a stored one; 'auto': timed at start, once "
+        "per device and model, and kept in --cache-dir; 'stored': none, these use cuBLAS.",
     )
     graph_self_check: bool = _hardware(
         False, "Run every captured step eagerly as well, and stop the engine if one bit differs. Slow."

@@ -11,7 +11,6 @@ import pytest
 import segue
 from segue.kernels.gemm_plan import (
     ROWS,
-    WORTH_MANY,
     DeviceFacts,
     GemmPlan,
     GemmShape,
@@ -66,7 +65,7 @@ def shapes(rows=ROWS):
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.capability}")
 def test_every_candidate_can_run(device) -> None:
     for shape, found in candidates(shapes(), device).items():
-        assert 4 <= len(found) <= (8 if shape.rows <= 64 else 4), shape
+        assert 4 <= len(found) <= 8, shape
         for plan in found:
             assert shape.size % plan.block_n == 0
             assert shape.depth % plan.block_k == 0
@@ -168,26 +167,19 @@ def test_a_chosen_plan_is_faster_than_the_library(times, library, best) -> None:
     assert choose_fastest(times, library) == best
 
 
-def test_many_rows_have_to_be_faster_by_more() -> None:
-    assert choose_fastest({PLAN: 9.6}, 10.0) == PLAN
-    assert choose_fastest({PLAN: 9.6}, 10.0, WORTH_MANY) is None
-
-
 def test_a_plan_serves_all_rows_between_two_of_the_table() -> None:
-    assert [fewest_rows(rows) for rows in ROWS] == [1, 2, 9, 17, 33, 65, 97, 129, 193]
+    assert [fewest_rows(rows) for rows in ROWS] == [1, 2, 9, 17, 33]
     assert fewest_rows(ROWS[0]) == 1
-    for rows in range(1, 257):
+    for rows in range(1, 65):
         [own] = row_buckets(rows, rows)
         assert fewest_rows(own) <= rows <= own
 
 
 def test_row_buckets_serve_every_number_of_rows() -> None:
     assert row_buckets(1, 1 << 30) == list(ROWS)
-    assert row_buckets(1, 64) == [1, 8, 16, 32, 64]
-    assert row_buckets(65, 1 << 30) == [96, 128, 192, 256]
-    assert row_buckets(1, 100) == [1, 8, 16, 32, 64, 96, 128]  # 97 to 100 rows take the plan up to 128
-    assert row_buckets(101, 1 << 30) == [128, 192, 256]
-    assert row_buckets(257, 1 << 30) == []
+    assert row_buckets(1, 20) == [1, 8, 16, 32]  # 17 to 20 rows take the plan up to 32
+    assert row_buckets(33, 1 << 30) == [64]
+    assert row_buckets(65, 1 << 30) == []
 
 
 def test_stages_are_cut_to_the_shared_memory() -> None:

@@ -50,7 +50,7 @@ def test_the_gemms_of_a_dense_model() -> None:
         (960, 576, "split"): list(ROWS),
         (576, 576, "split"): list(ROWS),
         (3072, 576, "gated"): [1, 8, 16, 32, 64],
-        (3072, 576, "split"): [96, 128, 192, 256],
+        (3072, 576, "split"): [],  # of many rows
         (576, 1536, "split"): list(ROWS),
         (49152, 576, "whole"): list(ROWS),
     }
@@ -68,8 +68,8 @@ def test_ranks_sum_partials_of_few_rows_only() -> None:
     assert (576, 192, "split") not in found
     collectives.fused_all_reduce = FusedAllReduce()  # type: ignore[assignment]
     found = rows_of(gemms(collectives))
-    assert found[576, 192, "split"] == [1, 8, 16, 32, 64, 96, 128]
-    assert found[576, 192, "whole"] == [128, 192, 256]
+    assert found[576, 192, "split"] == list(ROWS)
+    assert found.get((576, 192, "whole"), []) == []
 
 
 def test_a_gate_up_gemm_with_a_bias_is_never_gated() -> None:

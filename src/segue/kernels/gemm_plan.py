@@ -16,12 +16,11 @@ Kind = Literal["split", "whole", "gated"]
 """What a GEMM returns: split-K partials if that is faster, whole results, or `silu(gate) * up`, whole."""
 
 ELEMENT = 2  # bytes of a bfloat16
-ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256)  # a plan that is found at a start serves up to so many
+ROWS = (1, 8, 16, 32, 64)  # a plan that is found at a start serves up to so many; more gain nothing
 MAX_GATED_ROWS = 64  # rows up to which one kernel may do the gate-up GEMM and its activation
-NUM_CANDIDATES = 8  # of few rows; with more the library is hard to beat, and half as many are tried
+NUM_CANDIDATES = 8
 FEW_ROWS = 8  # rows up to which kernels start their successors early, see `kernels.triton.launch`
 WORTH = 0.98  # a plan is used if it takes less than this share of the library's time
-WORTH_MANY = 0.95  # with many rows, whose times depend on the device's clock, too
 _SPLITS = (*range(1, 17), 20)
 _REGISTERS = 65536  # per SM
 _THREADS = 2048  # per SM; some devices have 1536, and no plan here has so many
@@ -110,11 +109,6 @@ def row_buckets(first: int, last: int) -> list[int]:
 def fewest_rows(rows: int) -> int:
     """Returns the fewest rows that the plan serves that is found for `rows` of `ROWS`."""
     return 1 + max((below for below in ROWS if below < rows), default=0)
-
-
-def is_many(rows: int) -> bool:
-    """Whether a GEMM has so many rows that not only reading its weight takes time."""
-    return rows > MAX_GATED_ROWS
 
 
 def valid_plans(shape: GemmShape, device: DeviceFacts) -> Iterator[GemmPlan]:
@@ -279,16 +273,15 @@ def candidates(
             time = predict(plan, shape, device, constants)
             return time * (1 if tile(plan) in won else 1.1) * (1 if kernel(plan) in used else 1.05)
 
-        count = NUM_CANDIDATES // 2 if is_many(shape.rows) else NUM_CANDIDATES
-        found[shape] = sorted(valid_plans(shape, device), key=rank)[:count]
+        found[shape] = sorted(valid_plans(shape, device), key=rank)[:NUM_CANDIDATES]
         used.update(map(kernel, found[shape]))
     return found
 
 
-def choose_fastest(times: Mapping[GemmPlan, float], library: float, worth: float = WORTH) -> GemmPlan | None:
-    """Returns the fastest of some timed plans, or None if it takes `worth` of the library's time, or more."""
+def choose_fastest(times: Mapping[GemmPlan, float], library: float) -> GemmPlan | None:
+    """Returns the fastest of some timed plans, or None if the library is as fast, or almost."""
     best = min(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] < worth * library else None
+    return best if best is not None and times[best] < WORTH * library else None
 
 
 def fit_stages(plan: GemmPlan, shared_bytes: int) -> GemmPlan | None:

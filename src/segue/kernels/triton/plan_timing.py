@@ -27,14 +27,11 @@ from triton.runtime.jit import JITFunction
 from segue.kernels import gemm_plan, moe_plan
 from segue.kernels.gemm_plan import (
     ELEMENT,
-    WORTH,
-    WORTH_MANY,
     DeviceFacts,
     GemmPlan,
     GemmShape,
     choose_fastest,
     fewest_rows,
-    is_many,
 )
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
 from segue.kernels.moe_plan import MoEPlan
@@ -73,14 +70,6 @@ class _Task(Protocol):
     def seconds(self) -> float:
         """Roughly how long one run takes."""
 
-    @property
-    def worth(self) -> float:
-        """The share of the time without a plan that a plan has to stay below."""
-
-    @property
-    def comes_last(self) -> bool:
-        """Whether it is timed after the others, because it gains less."""
-
     def of_fewest(self) -> _Task | None:
         """Returns the same task with the fewest rows that its plan serves; None if that is not timed."""
 
@@ -112,14 +101,6 @@ class GemmTask:
     @property
     def seconds(self) -> float:
         return _gemm_seconds(self.shape, self.bandwidth)
-
-    @property
-    def worth(self) -> float:
-        return WORTH_MANY if self.comes_last else WORTH
-
-    @property
-    def comes_last(self) -> bool:
-        return is_many(self.shape.rows)
 
     def of_fewest(self) -> GemmTask | None:
         rows = max(fewest_rows(self.shape.rows), self.gemm.first_rows)
@@ -165,14 +146,6 @@ class _ExpertsTask:
     @property
     def seconds(self) -> float:
         return _experts_seconds(self.experts, self.tokens, self.bandwidth)
-
-    @property
-    def worth(self) -> float:
-        return WORTH
-
-    @property
-    def comes_last(self) -> bool:
-        return False
 
     def of_fewest(self) -> None:
         return None
@@ -252,7 +225,7 @@ def use_plans(plans: Plans) -> None:
 
 
 def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: DeviceFacts) -> list[_Task]:
-    """Returns what is to be timed, in the order of its share of a step; GEMMs of many rows come last."""
+    """Returns what is to be timed, in the order of its share of a step."""
     shares: list[tuple[float, _Task]] = []
     for own in gemms:
         if isinstance(own, ModelExperts):
@@ -268,13 +241,13 @@ def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: 
     def share(shape: GemmShape) -> float:
         return _gemm_seconds(shape, device.bandwidth) * len(pending[shape].weights)
 
-    ordered = sorted(pending, key=lambda shape: (is_many(shape.rows), -share(shape)))
+    ordered = sorted(pending, key=share, reverse=True)
     for shape, plans in gemm_plan.candidates(ordered, device, gemm.tiles_that_won()).items():
         if plans:
             own = pending[shape]
             task = GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
             shares.append((share(shape), task))
-    return [task for _, task in sorted(shares, key=lambda each: (each[1].comes_last, -each[0]))]
+    return [task for _, task in sorted(shares, key=lambda each: -each[0])]
 
 
 def _is_worth_it(own: ModelGemm) -> bool:
@@ -413,7 +386,7 @@ def _fastest_of(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | N
             raise
         except Exception as failure:  # of Triton or the driver; the engine can do without this plan
             logger.warning("a plan cannot run: %r: %s for %s", failure, plan, task.place)
-    return choose_fastest(times, without, task.worth)
+    return choose_fastest(times, without)
 
 
 def _error(result: Tensor, expected: Tensor) -> float:
