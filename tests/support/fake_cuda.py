@@ -168,6 +168,7 @@ class FakeModel:
         deterministic: bool = False,
         ranks: int = 1,
         one_shot: bool = False,
+        fp8_kv: bool = False,
         **config: Any,
     ) -> None:
         """Make rank 0 of an engine of these sizes; ``config`` changes that of the model."""
@@ -218,6 +219,7 @@ class FakeModel:
             num_kv_heads=shard.num_kv_heads,
             head_dim=found.head_dim,
             dtype=dtype,
+            fp8=fp8_kv,
         )
         pool = KVPool(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))
         attention = AttentionShape(
