@@ -39,6 +39,13 @@ def _widened(x, like):
 
 
 @triton.jit
+def _number(word, BYTE: tl.constexpr, like):
+    """Returns one of the four numbers in FP8 of each word, in the type of the queries."""
+    byte = (word >> (8 * BYTE)).to(tl.uint8, bitcast=False)
+    return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+
+
+@triton.jit
 def _query_for(q, value_scale):
     """Returns queries in the type in which they are multiplied by keys: float16 for keys in FP8.
 
@@ -186,6 +193,7 @@ def decode(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -198,6 +206,10 @@ def decode(
     `values`, which are this layer's views of the pool. `num_decode` holds the number of rows that are not
     padding; None: no row is padding. `cache_modifier=".cg"` reads from the L2 cache what programs on other
     SMs have written.
+
+    With WORDS, values in FP8 are read from shared memory as words of four, which four products share. Otherwise
+    they are read one by one, because neighbours of a product's operand are values of different keys. D is a
+    multiple of 4 then.
     """
     pdl_wait(PDL)
     if items is not None:  # the heads of a sequence, which share its pages, are consecutive programs
@@ -226,12 +238,17 @@ def decode(
         q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
         q = _query_for(q, value_scale)
         top, total, acc = _no_keys(GP, DP)
+        if WORDS:
+            words, w = values.to(tl.pointer_type(tl.int32)), tl.arange(0, DP // 4)
+            acc0 = tl.zeros((GP, DP // 4), tl.float32)
+            acc1, acc2, acc3 = acc0, acc0, acc0
         table_row, first = page_table + slot * table_stride, split * per_split
         for i in tl.range(first, tl.minimum(first + per_split, kv_len), BLOCK, num_stages=STAGES):
             position = i + j
             seen = position < kv_len
             page = tl.load(table_row + position // PAGE, mask=seen, other=0).to(tl.int64)
-            at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
+            head_row = (page * page_rows + position % PAGE) * KV_HEADS + h
+            at = head_row * D
             k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
             k = _widened(k, q)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
@@ -241,9 +258,20 @@ def decode(
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
-            v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
-            v = _widened(v, q)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            if WORDS:
+                part = words + head_row[:, None] * (D // 4) + w[None, :]
+                word = tl.load(part, mask=seen[:, None] & (w[None, :] < D // 4), other=0)
+                p = weights.to(q.dtype)
+                acc0 = acc0 * shrink[:, None] + tl.dot(p, _number(word, 0, q), input_precision=PRECISION)
+                acc1 = acc1 * shrink[:, None] + tl.dot(p, _number(word, 1, q), input_precision=PRECISION)
+                acc2 = acc2 * shrink[:, None] + tl.dot(p, _number(word, 2, q), input_precision=PRECISION)
+                acc3 = acc3 * shrink[:, None] + tl.dot(p, _number(word, 3, q), input_precision=PRECISION)
+            else:
+                v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
+                v = _widened(v, q)
+                acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        if WORDS:  # the last dimension of a join counts first
+            acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), (GP, DP))
         pdl_launch_dependents(PDL)
         out = output + head[:, None].to(tl.int64) * D + d[None, :]
         if splits == 1:

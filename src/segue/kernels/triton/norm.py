@@ -146,13 +146,13 @@ def _qk_norm_rope_store(
             tl.store(at, rotated_low.to(dtype), mask=inside)
             tl.store(at + half, rotated_high.to(dtype), mask=inside)
         else:
-            at = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
-            tl.store(at, _as_stored(rotated_low, dtype, key_inverse), mask=inside)
-            tl.store(at + half, _as_stored(rotated_high, dtype, key_inverse), mask=inside)
+            of_key = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
+            tl.store(of_key, _as_stored(rotated_low, dtype, key_inverse), mask=inside)
+            tl.store(of_key + half, _as_stored(rotated_high, dtype, key_inverse), mask=inside)
     else:
-        at = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
-        tl.store(at, _as_stored(low, dtype, value_inverse), mask=inside)
-        tl.store(at + half, _as_stored(high, dtype, value_inverse), mask=inside)
+        of_value = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
+        tl.store(of_value, _as_stored(low, dtype, value_inverse), mask=inside)
+        tl.store(of_value + half, _as_stored(high, dtype, value_inverse), mask=inside)
     pdl_launch_dependents(PDL)
 
 
