@@ -59,7 +59,7 @@ def test_a_checkpoint_without_scales_has_none(
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_positive_number_is_refused(scale: float, directory: Path, tmp_path: Path) -> None:
     add(directory, k_scale=torch.tensor(scale))
-    with pytest.raises(ModelFileError, match="self_attn.k_scale.* must be a positive number"):
+    with pytest.raises(ModelFileError, match=r"self_attn\.k_scale.* must be a positive number"):
         read_kv_scales(resolve(str(directory), "auto", tmp_path))
 
 

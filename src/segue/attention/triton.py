@@ -67,6 +67,7 @@ class TritonAttention(PagedBackend):
         self._keys_per_block = 32 if self._is_float32 else 64
         # As many bytes in flight as in bfloat16.
         self._decode_block = self._keys_per_block * (2 if pool.is_fp8 else 1)
+        self._decode_stages = 2 if self._is_float32 else 3
         self._decode_words = pool.is_fp8 and dim % 4 == 0 and dim >= 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % self._keys_per_block == 0 and dim >= 16 and dim & (dim - 1) == 0
@@ -167,7 +168,7 @@ class TritonAttention(PagedBackend):
             items=items,
             BLOCK=self._decode_block,
             SPLITS=splits,
-            STAGES=2 if self._is_float32 else 3,
+            STAGES=self._decode_stages,
             WORDS=self._decode_words,
             GP=max(16, triton.next_power_of_2(self._group)),
             **arguments,

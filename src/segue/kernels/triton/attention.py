@@ -207,9 +207,9 @@ def decode(
     padding; None: no row is padding. `cache_modifier=".cg"` reads from the L2 cache what programs on other
     SMs have written.
 
-    With WORDS, values in FP8 are read from shared memory as words of four, which four products share. Otherwise
-    they are read one by one, because neighbours of a product's operand are values of different keys. D is a
-    multiple of 4 then.
+    With WORDS, values in FP8 are read from shared memory as words of four, which four GEMMs share, and D is
+    a multiple of 4. Otherwise they are read one by one, because neighbours in the operand of a GEMM are
+    values of different keys.
     """
     pdl_wait(PDL)
     if items is not None:  # the heads of a sequence, which share its pages, are consecutive programs
