@@ -1,6 +1,7 @@
 """Runs the pinned offline workload on Segue, with the figures of its peers, and scores its tokens again.
 
-    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1 has a result file of its own)
+    python -m bench.offline 0.6b [--option=value …]      (--deterministic=1, --quantization=fp8 and
+    --kv-cache-dtype=fp8 have result files of their own)
 
 The suite has the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps the output tokens: afterwards, four
@@ -23,8 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
-
-import torch
 
 from bench import report, roofline, suite
 from bench.rescore import Produced, Score, Teacher, allowed, rescore, rounding
@@ -111,7 +110,8 @@ def main() -> int:
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
     model_config = resolve(config.model, "dummy", config.cache_dir, quantization=config.quantization).config
-    rooflines = roofline.figures(model_config, roofline.Machine())
+    fp8_kv = config.kv_cache_dtype != "auto"
+    rooflines = roofline.figures(model_config, roofline.Machine(), fp8_kv=fp8_kv)
     tokens = {"offline256": sum(roofline.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
     reached = {
         name: value / (tokens[name] / rooflines[name].seconds)
@@ -119,15 +119,21 @@ def main() -> int:
         else rooflines[name].seconds * 1e3 / value
         for name, value in measured.items()
     }
+    variants = {
+        "deterministic": config.deterministic,
+        "fp8": model_config.fp8 is not None,
+        "fp8 kv": fp8_kv,
+    }
+    variant = [name for name, is_on in variants.items() if is_on]
     report.show(
-        f"Qwen3-{size}{', deterministic' * config.deterministic}: tokens/s or ms",
+        f"Qwen3-{size}{''.join(f', {name}' for name in variant)}: tokens/s or ms",
         ["", "measured", "roofline, ms", "of the roofline"],
         [
             [name, f"{value:.6g}", f"{rooflines[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
             for name, value in measured.items()
         ],
     )
-    stored = f"gpu_offline_{size}{'_deterministic' * config.deterministic}"
+    stored = "_".join(["gpu_offline", size, *(name.replace(" ", "_") for name in variant)])
     found = {
         "options": options,
         "clocks": adapter.clocks.seen,
@@ -148,7 +154,7 @@ def main() -> int:
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:
     """Score RESCORED requests of each kind of call."""
     teacher = Teacher(config)
-    exact = Teacher(replace(config, dtype="float32"), weights=torch.bfloat16)
+    exact = teacher.in_float32()
     longest = max(
         (request for requests in calls.values() for request in requests), key=lambda r: len(r.output)
     )
