@@ -41,8 +41,8 @@ LAYERS = 4
 SLOTS = 257  # sequences that a captured step has room for, the dummy request included
 
 
-def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) -> float:
-    """Return the microseconds of one layer's attention."""
+def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int, **attributes: object) -> float:
+    """Return the microseconds of one layer's attention, by a backend with some `attributes` set."""
     shape, device = setting.shape, setting.device
     pages = -(-kv_len // setting.page_size)
     sizes = KVShape(
@@ -52,9 +52,13 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=setting.dtype,
+        fp8=setting.fp8_kv,
     )
     pool = KVPool(sizes, backing.zeros(sizes.num_bytes, device))
-    pool.data.normal_()
+    if setting.fp8_kv:
+        pool.data.view(torch.uint8).random_(0x30, 0x40)  # 0.5 to 1.875
+    else:
+        pool.data.normal_()
     table = PageTable(
         max_running=count,
         max_seq_len=max(kv_len, 4096),
@@ -81,6 +85,8 @@ def measure(name: str, setting: Setting, count: int, q_len: int, kv_len: int) ->
             cu_seqlens_q_device=F.pad(ctx.cu_seqlens_q_device, (0, SLOTS - count), value=count * q_len),
         )
     query = torch.randn(count * q_len, shape.num_heads, shape.head_dim, device=device, dtype=setting.dtype)
+    for attribute, value in attributes.items():
+        setattr(ctx.backend, attribute, value)
     ctx.backend.prepare(ctx)
     return chain_time(lambda layer: ctx.backend.forward(query, None, None, layer % LAYERS, ctx), 4 * LAYERS)
 

@@ -136,6 +136,10 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn)
+
+
 def _int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
@@ -165,18 +169,23 @@ def _small(device: DeviceFacts) -> None:
         norm.add_rms_norm(_bf16(rows, size), _bf16(rows, size), _bf16(size), 1e-6)
         if rows <= 64:
             norm.add_rms_norm(torch.empty(4, rows, size), _bf16(rows, size), _bf16(size), 1e-6)
-        norm.qk_norm_rope_store(
-            _bf16(rows, (heads + 2 * kv_heads) * dim),
-            torch.empty(heads + kv_heads, dim),
-            1e-6,
-            *(_bf16(rows, 1, dim) for _ in range(2)),
-            _int32(rows),
-            torch.zeros(rows, dtype=torch.int64),
-            *(_bf16(1024, kv_heads, dim) for _ in range(2)),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-        )
+        for pool, scales in ((_bf16(1024, kv_heads, dim), None), (_fp8(1024, kv_heads, dim), (0.5, 0.5))):
+            if scales and device.capability < (8, 9):
+                continue
+            norm.qk_norm_rope_store(
+                _bf16(rows, (heads + 2 * kv_heads) * dim),
+                torch.empty(heads + kv_heads, dim),
+                1e-6,
+                *(_bf16(rows, 1, dim) for _ in range(2)),
+                _int32(rows),
+                torch.zeros(rows, dtype=torch.int64),
+                *(pool, pool),
+                dtype=torch.bfloat16,
+                scales=scales,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=dim,
+            )
         gate_up_silu.silu_mul(_bf16(rows, 2 * size), torch.bfloat16)
         step_inputs.embed(torch.zeros(rows, dtype=torch.int64), _bf16(100, size), 0)
         step_inputs.gather_inputs(
@@ -190,12 +199,19 @@ def _small(device: DeviceFacts) -> None:
 
 
 def _attention(device: DeviceFacts) -> None:
-    """Compile decode and prefill, also batch-invariant, for heads of 64 and 128."""
+    """Compile decode and prefill, also batch-invariant, for heads of 64 and 128, and for a cache in FP8."""
     kinds = attention.TritonAttention, attention.TritonInvariantAttention
-    for dim, page_size, kind in itertools.product((64, 128), (16, 64), kinds):
+    fp8 = (False, True) if device.capability >= (8, 9) else (False,)
+    for dim, page_size, kind, in_fp8 in itertools.product((64, 128), (16, 64), kinds, fp8):
         shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=dim, scale=dim**-0.5)
         sizes = KVShape(
-            num_pages=8, num_layers=1, page_size=page_size, num_kv_heads=8, head_dim=dim, dtype=torch.bfloat16
+            num_pages=8,
+            num_layers=1,
+            page_size=page_size,
+            num_kv_heads=8,
+            head_dim=dim,
+            dtype=torch.bfloat16,
+            fp8=in_fp8,
         )
         pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device("cpu")))
         backend = kind(shape, pool)

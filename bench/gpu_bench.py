@@ -30,6 +30,8 @@ def of_one_gpu() -> Benches:
         "offline": ["offline", "0.6b"],
         "offline_8b": ["offline", "8b"],
         "offline_8b_deterministic": ["offline", "8b", "--deterministic=1"],
+        "offline_8b_fp8": ["offline", "8b", "--quantization=fp8", "--kv-cache-dtype=fp8"],
+        "kv_fp8": ["kv_fp8"],
         "untuned": ["untuned"],
         "service_speed": ["service_speed"],
         "guided": ["guided", "--device=cuda", "--model=0.6b"],

@@ -2,7 +2,8 @@
 
     python -m bench.offline 0.6b [--option=value …]
 
---deterministic=1 and --attention-backend=NAME have result files of their own.
+--deterministic=1, --attention-backend=NAME, --quantization=fp8 and --kv-cache-dtype=fp8 have result files of
+their own.
 
 The suite has the prompts and the clock; this adapter runs the batches, on a default `segue.Engine` without
 prefix cache, with a context of 4096 and 256 running requests. It keeps the output tokens: afterwards, four
@@ -107,7 +108,8 @@ def main() -> int:
     config = engine.config
     measured = figures(printed.getvalue().splitlines())
     model_config = resolve(config.model, "dummy", config.cache_dir, quantization=config.quantization).config
-    rooflines = roofline.figures(model_config, roofline.Machine())
+    fp8, fp8_kv = model_config.fp8 is not None, config.kv_cache_dtype != "auto"
+    rooflines = roofline.figures(model_config, roofline.Machine(), fp8_kv=fp8_kv)
     tokens = {"offline256": sum(roofline.offline256_lengths()[1]), "prefill 64x2048": 64 * 2048}
     reached = {
         name: value / (tokens[name] / rooflines[name].seconds)
@@ -116,14 +118,14 @@ def main() -> int:
         for name, value in measured.items()
     }
     report.show(
-        f"Qwen3-{size}{', deterministic' * config.deterministic}: tokens/s or ms",
+        f"{result_name(size, config, fp8=fp8)}: tokens/s or ms",
         ["", "measured", "roofline, ms", "of the roofline"],
         [
             [name, f"{value:.6g}", f"{rooflines[name].seconds * 1e3:.3f}", f"{reached[name]:.0%}"]
             for name, value in measured.items()
         ],
     )
-    stored = result_name(size, config)
+    stored = result_name(size, config, fp8=fp8)
     found = {
         "options": options,
         "clocks": adapter.clocks.seen,
@@ -141,10 +143,16 @@ def main() -> int:
     return 1 if any(score.wrong for score in scores.values()) else 0
 
 
-def result_name(size: str, config: EngineConfig) -> str:
-    """Return the name of the result file; a named attention backend and deterministic mode have their own."""
-    backend = "" if config.attention_backend == "auto" else "_" + config.attention_backend.replace(",", "-")
-    return f"gpu_offline_{size}{backend}{'_deterministic' * config.deterministic}"
+def result_name(size: str, config: EngineConfig, *, fp8: bool) -> str:
+    """Return the name of the result file; what changes the figures is in it. `fp8`: of weights."""
+    backend = config.attention_backend.replace(",", "-")
+    variants = {
+        backend: backend != "auto",
+        "deterministic": config.deterministic,
+        "fp8": fp8,
+        "fp8_kv": config.kv_cache_dtype != "auto",
+    }
+    return "_".join(["gpu_offline", size, *(name for name, is_on in variants.items() if is_on)])
 
 
 def teacher_config(config: EngineConfig) -> EngineConfig:
@@ -154,12 +162,10 @@ def teacher_config(config: EngineConfig) -> EngineConfig:
 
 def score_again(config: EngineConfig, calls: Mapping[str, Sequence[Produced]]) -> dict[str, Score]:
     """Score RESCORED requests of each kind of call."""
-    import torch
-
     from bench.rescore import Teacher, allowed, rescore, rounding
 
     teacher = Teacher(config)
-    exact = Teacher(replace(config, dtype="float32"), weights=torch.bfloat16)
+    exact = teacher.in_float32()
     longest = max(
         (request for requests in calls.values() for request in requests), key=lambda r: len(r.output)
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from segue.attention import registry as attention
 from segue.attention.base import AttentionShape, Context
+from segue.checkpoint.kv_scales import read_kv_scales
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
+from segue.kernels.fp8 import FP8
 from segue.kvcache.page_table import PageTable
+from segue.layers.blocks import Linear
 from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
@@ -67,9 +71,9 @@ class Score:
 class Teacher:
     """Runs the model of `config` on one sequence at a time, without scheduler and graphs."""
 
-    def __init__(self, config: EngineConfig, weights: torch.dtype | None = None) -> None:
-        """Load the weights; if `weights` is given, round their values to that dtype."""
-        source = resolve_model(config)
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the weights."""
+        self._source = source = resolve_model(config)
         tp = TPInfo()
         self._config, self._resolved = config, resolve_config(config, source, tp)
         device, dtype = self._resolved.device, self._resolved.dtype
@@ -85,10 +89,29 @@ class Teacher:
             progress=False,
             seed=config.seed,
         )
-        if weights is not None:
-            for parameter in self._model.parameters():
-                parameter.data.copy_(parameter.data.to(weights))
+        self._scales = read_kv_scales(source) if self._resolved.fp8_kv else None
         self._model.build_derived()
+
+    def in_float32(self) -> Teacher:
+        """Return a teacher of the same weights that computes in float32.
+
+        Weights in FP8 keep their bits, and each GEMM has all of their values.
+        """
+        exact = copy(self)
+        exact._resolved = replace(self._resolved, dtype=torch.float32)
+        exact._model = build_model(self._source.config, dtype=torch.float32)
+        exact._model.load_state_dict(
+            {
+                name: tensor if tensor.dtype == FP8 else tensor.float()
+                for name, tensor in self._model.state_dict().items()
+            },
+            assign=True,
+        )
+        exact._model.build_derived()
+        for module in exact._model.modules():
+            if isinstance(module, Linear) and module.scale is not None:
+                module.drop_packed()
+        return exact
 
     @torch.inference_mode()
     def regrets(self, request: Produced) -> Tensor:
@@ -118,7 +141,7 @@ class Teacher:
         """
         resolved, model = self._resolved, self._model
         num_pages = -(-len(ids) // resolved.page_size)
-        kv = make_pool(model, resolved, num_pages, self._memory.take_kv)
+        kv = make_pool(model, resolved, num_pages, self._memory.take_kv, self._scales)
         table = PageTable(
             max_running=1,
             max_seq_len=len(ids),
@@ -134,7 +157,11 @@ class Teacher:
             scale=model.config.head_dim**-0.5,
         )
         setting = attention.Setting(
-            shape=shape, device=resolved.device, dtype=resolved.dtype, page_size=resolved.page_size
+            shape=shape,
+            device=resolved.device,
+            dtype=resolved.dtype,
+            page_size=resolved.page_size,
+            fp8_kv=resolved.fp8_kv,
         )
         selection = attention.select(self._config.attention_backend, setting)
         hidden: Tensor = model(

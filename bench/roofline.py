@@ -58,10 +58,13 @@ Sequences = Iterable[tuple[int, int]]
 """(tokens of this step, cached tokens including them) of each sequence."""
 
 
-def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Work, Work, Work]:
+def step(
+    model: ModelConfig, sequences: Sequences, num_logits: int, *, fp8_kv: bool = False
+) -> tuple[Work, Work, Work]:
     """Return the GEMMs, the attention and the head of one bfloat16 step of a dense model.
 
-    Weights in FP8 are half the bytes; their multiplications count as if they were bfloat16's.
+    Weights in FP8 are half the bytes, and with `fp8_kv` so are keys and values; their multiplications count
+    as if they were bfloat16's.
     Every layer counts in full for every token, although the last layer's MLP is needed only for sampled
     tokens (so an engine may be faster than the roofline by 1 / layers).
     """
@@ -79,7 +82,7 @@ def step(model: ModelConfig, sequences: Sequences, num_logits: int) -> tuple[Wor
     return (
         Work(bytes=(2 if model.fp8 is None else 1) * weights, flops=2 * weights * tokens),
         Work(
-            bytes=2 * cached * model.num_layers * 2 * kv_heads * dim,
+            bytes=(1 if fp8_kv else 2) * cached * model.num_layers * 2 * kv_heads * dim,
             flops=4 * pairs * model.num_layers * heads * dim,
         ),
         Work(bytes=2 * head, flops=2 * head * num_logits),
@@ -96,31 +99,39 @@ def total(machine: Machine, *steps: tuple[Work, ...]) -> Roofline:
     )
 
 
-def offline(model: ModelConfig, machine: Machine, prompts: Sequence[int], outputs: Sequence[int]) -> Roofline:
+def offline(
+    model: ModelConfig,
+    machine: Machine,
+    prompts: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    fp8_kv: bool = False,
+) -> Roofline:
     """Return the roofline of requests that all run at once: one prefill step, then decode steps.
 
     `prompts` and `outputs` are the numbers of prompt and output tokens of each request.
     """
-    steps = [step(model, [(n, n) for n in prompts], len(prompts))]
+    steps = [step(model, [(n, n) for n in prompts], len(prompts), fp8_kv=fp8_kv)]
     for made in range(1, max(outputs)):  # the step that makes output token `made`, counted from 0
         rows = [(1, n + made) for n, count in zip(prompts, outputs, strict=True) if made < count]
-        steps.append(step(model, rows, len(rows)))
+        steps.append(step(model, rows, len(rows), fp8_kv=fp8_kv))
     return total(machine, *steps)
 
 
-def figures(model: ModelConfig, machine: Machine) -> dict[str, Roofline]:
+def figures(model: ModelConfig, machine: Machine, *, fp8_kv: bool = False) -> dict[str, Roofline]:
     """Return the roofline of each figure of the workload, by its name in `bench.offline`."""
     prompts, outputs = offline256_lengths()
+
+    def one(sequences: Sequences, num_logits: int) -> Roofline:
+        return total(machine, step(model, sequences, num_logits, fp8_kv=fp8_kv))
+
     return {
-        "offline256": offline(model, machine, prompts, outputs),
+        "offline256": offline(model, machine, prompts, outputs, fp8_kv=fp8_kv),
         **{  # the mean of the steps that make tokens 1 to 256 after prompts of 512
-            f"decode bs={rows}": total(machine, step(model, [(1, 640)] * rows, rows)) for rows in (1, 32, 256)
+            f"decode bs={rows}": one([(1, 640)] * rows, rows) for rows in (1, 32, 256)
         },
-        **{
-            f"first_token prompt={n}": total(machine, step(model, [(n, n)], 1))
-            for n in (16, 64, 256, 1024, 3500)
-        },
-        "prefill 64x2048": total(machine, step(model, [(2048, 2048)] * 64, 64)),
+        **{f"first_token prompt={n}": one([(n, n)], 1) for n in (16, 64, 256, 1024, 3500)},
+        "prefill 64x2048": one([(2048, 2048)] * 64, 64),
     }
 
 

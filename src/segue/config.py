@@ -138,6 +138,11 @@ class EngineConfig(Options):
         "auto",
         "Type of weights and KV cache; 'auto': the checkpoint's (bfloat16 for float32 and GGUF files).",
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = _model(
+        "auto",
+        "Type of the KV cache; 'auto': that of --dtype; 'fp8' or 'fp8_e4m3': 8-bit floats, with the "
+        "checkpoint's scales of keys and values if it has any.",
+    )
     quantization: Quantization = _model(
         "auto",
         "Format of the weights of linear layers; 'fp8': 8-bit floats with a scale per row, made while "

@@ -16,7 +16,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class Case:
-    """Sequences with known keys and values, scattered over a pool that is NaN everywhere else."""
+    """Sequences with known keys and values, scattered over a pool that is NaN everywhere else.
+
+    With `scales` the pool is in FP8, with these scales of keys and values, and `keys` and `values` are what
+    it holds.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class Case:
         head_dim: int = 8,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        scales: tuple[float, float] | None = None,
         make: Callable[[AttentionShape, KVPool], AttentionBackend] = cpu.CPUAttention,
     ) -> None:
         generator = torch.Generator().manual_seed(len(q_lens) * 1000 + sum(kv_lens))
@@ -42,8 +47,10 @@ class Case:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
+            fp8=scales is not None,
         )
-        pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device(device)))
+        each_layer = None if scales is None else [scales] * 3
+        pool = KVPool(sizes, backing.zeros(sizes.num_bytes, torch.device(device)), each_layer)
         pool.data.fill_(float("nan"))
         table = PageTable(
             max_running=len(q_lens),
@@ -68,7 +75,8 @@ class Case:
         self.layer = 1
         for row, kv in enumerate(kv_lens):
             slots = table.kv_slots(torch.full((kv,), row, device=device), torch.arange(kv, device=device))
-            pool.write(self.layer, pool.token_rows(slots), self.keys[row], self.values[row])
+            rows = pool.token_rows(slots)
+            self.keys[row], self.values[row] = pool.write(self.layer, rows, self.keys[row], self.values[row])
         self.ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device=device),
             slots=list(range(len(q_lens))),

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from segue.attention import cpu
+from segue.attention.cpu_invariant import InvariantCPUAttention
 from tests.attention.case import TOLERANCE, Case
 
 
@@ -32,6 +33,16 @@ def test_decode_groups_very_different_lengths_and_agrees_with_the_oracle(
 )
 def test_prefill_agrees_with_the_oracle(q_len: int, kv_len: int, dtype: torch.dtype) -> None:
     Case([q_len], [kv_len], 0, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.5)])
+def test_a_mixed_step_over_a_pool_in_fp8_agrees_with_the_oracle(
+    scales: tuple[float, float], dtype: torch.dtype
+) -> None:
+    for make in (cpu.CPUAttention, InvariantCPUAttention):
+        lens = [1, 1, 1, 20, 130, 5, 3], [1, 33, 200, 20, 150, 3, 0]
+        Case(*lens, 3, dtype=dtype, scales=scales, make=make).check()
 
 
 def test_the_scores_of_a_long_context_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

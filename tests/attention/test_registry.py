@@ -71,6 +71,22 @@ def test_auto_takes_the_cpus_kernels_where_they_can_be_built(
     assert select("auto", setting(page_size=1, head_dim=32)).name == "cpu"
 
 
+def test_auto_takes_a_backend_that_reads_fp8_for_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "kernels", lambda: Kernels(why_not=""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for device, deterministic, name in (
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu-invariant"),
+        ("cuda", False, "triton"),
+        ("cuda", True, "triton-invariant"),
+    ):
+        wanted = replace(setting(device, page_size=64), fp8_kv=True, deterministic=deterministic)
+        assert select("auto", wanted).name == name
+    for device, other in (("cpu", "avx512"), ("cuda", "fa3"), ("cuda", "fa3,triton")):
+        with pytest.raises(ConfigError, match="it reads no KV cache in FP8; leave --kv-cache-dtype or"):
+            select(other, replace(setting(device), fp8_kv=True))
+
+
 def test_auto_takes_the_fastest_measured_backend_for_each_half_and_size(cuda, tmp_path) -> None:
     fast = ["elsewhere", "quick", "plain"]
     halves = {"prefill": {"64": ["plain"], "256": fast, "1024": fast}, "decode": ["removed", "plain"]}

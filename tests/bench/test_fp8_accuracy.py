@@ -23,6 +23,8 @@ def test_log_probabilities_differ_by_the_rounding_of_fp8(directory: Path) -> Non
     weights, both = found["weights"], found["weights and activations"]
     assert 0.005 < weights["rms"] < 0.1 and abs(weights["rise"]) < 2.0
     assert weights["rms"] < both["rms"] < 0.15
+    kv, with_weights = found["KV cache"], found["weights and KV cache"]
+    assert 0.001 < kv["rms"] < with_weights["rms"] < 0.1 and abs(kv["rise"]) < 2.0
 
 
 def test_an_engine_says_that_it_is_in_fp8(directory: Path) -> None:
@@ -34,10 +36,11 @@ def test_an_engine_says_that_it_is_in_fp8(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_perplexity_of_smollm2_is_within_1_percent() -> None:
+@pytest.mark.parametrize("fp8", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=["weights", "KV"])
+def test_the_perplexity_of_smollm2_is_within_1_percent(fp8: dict[str, str]) -> None:
     options = {"device": "cpu", "disable_prefix_cache": True}
     text = "\n".join(path.read_text() for path in sorted(fp8_accuracy.DOCS.glob("*.md")))
     prompts = fp8_accuracy.prompts_of(text, 8192, options)
-    base = fp8_accuracy.logprobs(prompts, quantization="none", **options)
-    found = fp8_accuracy.compare(base, fp8_accuracy.logprobs(prompts, quantization="fp8", **options))
+    base = fp8_accuracy.logprobs(prompts, **options)
+    found = fp8_accuracy.compare(base, fp8_accuracy.logprobs(prompts, **options, **fp8))
     assert -0.5 < found["rise"] < 1.0

@@ -47,11 +47,12 @@ def test_the_age_of_a_process_includes_its_imports():
         ({}, "gpu_offline_8b"),
         ({"deterministic": True}, "gpu_offline_8b_deterministic"),
         ({"attention_backend": "fa3,flashinfer"}, "gpu_offline_8b_fa3-flashinfer"),
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "gpu_offline_8b_fp8_fp8_kv"),
     ],
 )
 def test_a_named_attention_backend_has_a_result_file_and_does_not_score_its_own_tokens(options, name):
     config = EngineConfig(**options)
-    assert result_name("8b", config) == name
+    assert result_name("8b", config, fp8=config.quantization == "fp8") == name
     assert teacher_config(config).attention_backend == "auto"
 
 

@@ -100,8 +100,7 @@ def test_rounding_measures_the_effect_of_bfloat16_with_equal_weights(options, ca
     assert rounding(teacher, teacher, request) == 0.0
     rounded = EngineConfig(**{**options, "dtype": "bfloat16"})
     coarse = Teacher(rounded)
-    exact = dataclasses.replace(rounded, dtype="float32")
-    noise = rounding(coarse, Teacher(exact, weights=torch.bfloat16), request)
+    noise = rounding(coarse, coarse.in_float32(), request)
     _, logits = next(teacher.logits(request))
     assert 0.001 < noise / logits.std().item() < 0.1
     assert noise < rounding(coarse, teacher, request)  # the float32 teacher has unrounded weights
@@ -114,9 +113,10 @@ def test_a_wrong_eager_forward_does_not_raise_the_bound():
     assert allowed(float("nan")) == MIN_BOUND
 
 
-def test_a_bfloat16_engine_may_differ_only_by_rounding(options, capsys):
+@pytest.mark.parametrize("fp8", [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}], ids=["", "fp8"])
+def test_a_bfloat16_engine_may_differ_only_by_rounding(fp8, options, capsys):
     prompts = [making.prompt(30, seed=i) for i in range(5)]
-    with segue.Engine(**{**options, "dtype": "bfloat16"}, embedded=True) as engine:
+    with segue.Engine(**{**options, "dtype": "bfloat16", **fp8}, embedded=True) as engine:
         adapter = Adapter(engine)
         adapter(prompts, [60] * 5, 0.6)
         adapter(prompts, [50] * 5, 0.0)

@@ -54,6 +54,11 @@ def test_decode_attention_reads_keys_and_values_once():
     _, attention, _ = roofline.step(SMALL, [(1, 640)] * 256, 256)
     assert attention.bytes == 256 * 640 * 28 * 2 * 8 * 128 * 2
     assert attention.seconds(H200) == attention.bytes / H200.read
+    _, half, _ = roofline.step(SMALL, [(1, 640)] * 256, 256, fp8_kv=True)
+    assert (2 * half.bytes, half.flops) == (attention.bytes, attention.flops)
+    plain, fp8 = (roofline.figures(LARGE, H200, fp8_kv=fp8_kv) for fp8_kv in (False, True))
+    for name, share in {"decode bs=256": 0.74, "decode bs=1": 0.99}.items():
+        assert fp8[name].seconds / plain[name].seconds == pytest.approx(share, abs=0.01)
 
 
 def test_a_cpus_figures_are_those_of_the_comparison_with_transformers():

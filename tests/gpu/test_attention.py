@@ -66,6 +66,22 @@ def test_mixed_steps(name, kv_heads, group, head_dim, dtype) -> None:
     ).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(24, 5), (64, 16), (128, 64)])
+@pytest.mark.parametrize("name", ["triton", "triton-invariant"])
+def test_a_cache_in_fp8(name, head_dim, page_size, dtype) -> None:
+    """Decode of few rows, whose keys are split, and of many, which are planned; prompts and mixed steps."""
+    many = [1 + 37 * i % 400 for i in range(150)]
+    options = {"page_size": page_size, "kv_heads": 2, "group": 4, "head_dim": head_dim, "scales": (0.3, 2.5)}
+    for q_lens, kv_lens, num_decode in (
+        ([1] * 4, [1, 700, 33, 64], 4),
+        ([1] * 152, [*many, 3000, 1], 152),
+        ([1, 1, 20, 130, 3], [9, 300, 150, 130, 500], 2),
+        ([300, 129, 64, 5], [300, 400, 128, 3], 0),
+    ):
+        make_case(name, q_lens, kv_lens, num_decode, dtype, **options).check()
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", BACKENDS)

@@ -88,8 +88,10 @@ def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tm
         assert gpu.served.arena.checksum() == cpu.served.arena.checksum()
 
 
-@pytest.mark.parametrize("layout", ["float32", *tiny_fp8.LAYOUTS])
-def test_an_engine_agrees_with_one_on_a_cpu(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kv"), [*((layout, "auto") for layout in ("float32", *tiny_fp8.LAYOUTS)), ("float32", "fp8")]
+)
+def test_an_engine_agrees_with_one_on_a_cpu(layout: str, kv: str, tmp_path: Path) -> None:
     """Prompts and decoded tokens, eagerly and from graphs, for few requests and for more than 64."""
     model = tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64)
     tiny.save(model, tmp_path) if layout == "float32" else tiny_fp8.write(tmp_path, layout, model)
@@ -97,6 +99,7 @@ def test_an_engine_agrees_with_one_on_a_cpu(layout: str, tmp_path: Path) -> None
 
     def run(**options: Any) -> torch.Tensor:
         common = {"model": str(tmp_path), "quantization": "fp8", "dtype": "bfloat16", "num_kv_tokens": 16384}
+        common |= {"kv_cache_dtype": kv}
         params = {"max_new_tokens": 1, "temperature": 0.0}
         with segue.Engine(**common, **options, max_running_requests=80, embedded=True) as engine:
             found = engine.generate(
@@ -109,3 +112,23 @@ def test_an_engine_agrees_with_one_on_a_cpu(layout: str, tmp_path: Path) -> None
     for options in ({}, {"disable_cuda_graph": True}):
         found = run(device="cuda", **options)
         assert (found - expected).abs().mean() < 0.02
+
+
+def test_with_kv_in_fp8_chunks_and_cached_prefixes_change_no_bit(tmp_path: Path) -> None:
+    """A deterministic engine: decode and prompts read the same keys and values, whoever has computed them."""
+    tiny.save(tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64), tmp_path)
+    common = {"model": str(tmp_path), "dtype": "bfloat16", "num_kv_tokens": 16384, "kv_cache_dtype": "fp8"}
+
+    def run(repeat: int = 1, **options: Any) -> Any:
+        with segue.Engine(**common, **options, deterministic=True, embedded=True) as engine:
+            for _ in range(repeat):
+                found = engine.generate(
+                    input_ids=[making.prompt(300, seed=i) for i in range(5)],
+                    sampling_params={"max_new_tokens": 30, "temperature": 0.0},
+                    return_logprob=True,
+                )
+        return [one["meta_info"]["output_token_logprobs"] for one in found]
+
+    whole = run(disable_prefix_cache=True)
+    assert run(disable_prefix_cache=True, chunked_prefill_size=100) == whole
+    assert run(repeat=2) == whole

@@ -81,7 +81,7 @@ def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
     keys, values = (torch.full((50, kv_heads * dim), 5.0, device="cuda", dtype=dtype) for _ in range(2))
     query = qk_norm_rope_store(
         qkv, weight, 1e-6, angles.cos(), angles.sin(), positions, rows, keys, values,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        dtype=dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
     )  # fmt: skip
     plain = (qkv.sum(0) if splits else qkv.float()).view(tokens, -1, dim)
     qk = plain[:, : heads + kv_heads]
@@ -94,6 +94,37 @@ def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
     close(values[rows], plain[:, heads + kv_heads :].flatten(1), dtype)
     untouched = torch.ones(50, dtype=torch.bool, device="cuda").index_fill_(0, rows, False)
     assert (keys[untouched] == 5).all() and (values[untouched] == 5).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.5)])
+@pytest.mark.parametrize("splits", [0, 3])
+def test_keys_and_values_in_fp8_have_the_bits_of_a_cpu(splits, scales, dtype) -> None:
+    from segue.kernels.fp8 import FP8, quantize_by
+    from segue.kernels.triton.norm import qk_norm_rope_store
+
+    heads, kv_heads, dim, tokens = 16, 8, 128, 7
+    width = (heads + 2 * kv_heads) * dim
+    qkv = normal(splits, tokens, width) if splits else normal(tokens, width, dtype=dtype)
+    qkv[..., 1, :] *= 1e4  # too large for FP8
+    qkv[..., 2, :] *= 1e-3
+    rows = torch.arange(tokens, device="cuda")
+    angles = torch.arange(100, device="cuda")[:, None] * normal(dim // 2, seed=4)
+
+    def run(stored: torch.dtype, scales: tuple[float, float] | None) -> tuple[torch.Tensor, ...]:
+        pool = [torch.zeros(tokens, kv_heads * dim, device="cuda").to(stored) for _ in range(2)]
+        query = qk_norm_rope_store(
+            qkv, None, 1e-6, angles.cos(), angles.sin(), rows, rows, *pool,
+            dtype=dtype, scales=scales, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        )  # fmt: skip
+        return query, *pool
+
+    query, *plain = run(dtype, None)
+    same, *found = run(FP8, scales)
+    assert torch.equal(query, same)
+    for one, other, scale in zip(found, plain, scales, strict=True):
+        expected = quantize_by(other.cpu(), scale)
+        assert torch.equal(one.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 33, 70, 200])

@@ -33,7 +33,7 @@ def test_the_number_of_pages_of_the_first_engine_holds() -> None:
     ("own", "max_len", "num_kv_tokens", "param", "text"),
     [
         ({"page_size": 32}, 1600, None, "page_size", "page_size is 32 on this engine, and 16 .* --page-size"),
-        ({"page_bytes": 500}, 1600, None, "dtype", "--dtype alike"),
+        ({"page_bytes": 500}, 1600, None, "kv_cache_dtype", "--kv-cache-dtype alike"),
         ({"max_running_requests": 9}, 1600, None, "max_running_requests", "--max-running-requests alike"),
         ({"chunked_prefill_size": 64}, 1600, None, "chunked_prefill_size", "--chunked-prefill-size alike"),
         ({}, 1600, 800, "num_kv_tokens", "num_pages is 50 on this engine, and 100 .* --num-kv-tokens alike"),

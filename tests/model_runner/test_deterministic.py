@@ -22,6 +22,7 @@ MODELS = {"llama": tiny.save_llama, "qwen3": tiny.save_qwen3, "qwen3-moe": tiny.
 CASES = [
     ("llama", "float32"),
     ("qwen3-moe", "bfloat16"),
+    ("qwen3", "float32", "fp8"),  # the last one is the dtype of the KV cache
     pytest.param(("llama", "bfloat16"), marks=pytest.mark.slow),
     pytest.param(("qwen3", "float32"), marks=pytest.mark.slow),
     pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.slow),
@@ -35,10 +36,11 @@ OPTIONS: dict[str, Any] = {"max_running_requests": 66, "num_kv_tokens": 16384, "
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planner]:
-    model, dtype = request.param
+    model, dtype, *kv = request.param
     directory = tmp_path_factory.mktemp(model)
     MODELS[model](directory)
-    runner = making.make_runner(directory, dtype=dtype, deterministic=True, **OPTIONS)
+    options = OPTIONS | {"kv_cache_dtype": kv[0]} if kv else OPTIONS
+    runner = making.make_runner(directory, dtype=dtype, deterministic=True, **options)
     yield Planner(runner)
     runner.close()
 

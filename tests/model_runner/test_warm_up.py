@@ -188,6 +188,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "FP8": FP8,
     "FP8, blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "deterministic": {"deterministic": True},
+    "KV in FP8": {"fp8_kv": True},
+    "deterministic, KV in FP8": {"deterministic": True, "fp8_kv": True},
     "two ranks": {"ranks": 2, "one_shot": True},
     "two ranks by NCCL": {"ranks": 2},
     "FlashInfer": {"flashinfer": True, "rows": 64, "chunk": 300},

@@ -177,6 +177,7 @@ class FakeModel:
         ranks: int = 1,
         one_shot: bool = False,
         flashinfer: bool = False,
+        fp8_kv: bool = False,
         **config: Any,
     ) -> None:
         """Make rank 0 of an engine of these sizes; ``config`` changes that of the model."""
@@ -227,6 +228,7 @@ class FakeModel:
             num_kv_heads=shard.num_kv_heads,
             head_dim=found.head_dim,
             dtype=dtype,
+            fp8=fp8_kv,
         )
         pool = KVPool(shape, torch.zeros(shape.num_bytes, dtype=torch.uint8))
         attention = AttentionShape(

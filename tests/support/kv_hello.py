@@ -17,6 +17,7 @@ DIFFERENCES: list[tuple[str, Any, str]] = [
     ("kv_heads", 4, "--model"),
     ("head_dim", 64, "--model"),
     ("dtype", "float16", "--dtype"),
+    ("kv_cache", "fp8", "--kv-cache-dtype"),
     ("page_size", 16, "--page-size"),
     ("deterministic", True, "--deterministic"),
     ("work", ["prefill"], "--role"),

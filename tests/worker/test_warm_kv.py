@@ -250,9 +250,12 @@ def test_without_room_for_a_journal_the_cache_begins_empty() -> None:
         memory=SimpleNamespace(generations=SimpleNamespace(name="w"), kv_journal=name),
         source=SimpleNamespace(config="c"),
         device=SimpleNamespace(type="cpu"),
+        kv=SimpleNamespace(format="float32"),
         **{"dtype": "float32", "kv_bytes": 1, "attention_backend": "b"},
     )
     warm = make_warm_kv(scheduler, runner)
+    runner.kv.format = "fp8"
+    assert make_warm_kv(scheduler, runner)._facts != warm._facts
     warm.await_ranks(1)
     warm.on_answer(RankAnswer(1, 0, "", HeldKV("a", "b", False, 2)))
     assert scheduler.totals.warm_refused == "size"

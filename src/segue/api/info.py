@@ -181,7 +181,7 @@ def vllm_config(info: Mapping[str, Any]) -> dict[str, Any]:
             "num_gpu_blocks": pages,
             "gpu_memory_utilization": info["memory_ratio"],
             "enable_prefix_caching": not info["disable_prefix_cache"],
-            "cache_dtype": "auto",
+            "cache_dtype": info.get("kv_cache_dtype", "auto"),
         },
         "parallel_config": {
             "tensor_parallel_size": info["tp_size"],

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.attention.base import AttentionBackend, AttentionShape, Context
+from segue.kernels.fp8 import dequantize_by
 from segue.kvcache.pool import KVPool
 from segue.sizes import ceil_div, round_up
 
@@ -69,12 +70,21 @@ class GatheringAttention(AttentionBackend):
         num_rows = pool.data.numel() // shape.head_dim
         self._index_dtype = torch.int32 if num_rows < 2**31 else torch.int64
 
+    def _gather(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows `keys` of `_keys` and `values` of `_values`, in the dtype of the model."""
+        found = (self._keys[layer].index_select(0, keys), self._values[layer].index_select(0, values))
+        if not self._pool.is_fp8:
+            return found
+        key, value = self._pool.scales[layer]
+        dtype = self._pool.dtype
+        return dequantize_by(found[0], key, dtype), dequantize_by(found[1], value, dtype)
+
     @staticmethod
-    def _prompts(ctx: Context) -> Iterator[tuple[int, int, int, int]]:
-        """Yields each sequence after the decode rows: slot, first token in the step, `q_len` and `kv_len`."""
-        start = sum(ctx.q_lens[: ctx.num_decode])  # the decode rows' tokens come first
+    def _prompts(ctx: Context, num_decode: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yields each sequence after `num_decode`: slot, first token in the step, `q_len` and `kv_len`."""
+        start = sum(ctx.q_lens[:num_decode])  # the decode rows' tokens come first
         columns = (ctx.slots, ctx.q_lens, ctx.kv_lens)
-        for slot, q_len, kv_len in zip(*(each[ctx.num_decode :] for each in columns), strict=True):
+        for slot, q_len, kv_len in zip(*(each[num_decode:] for each in columns), strict=True):
             yield slot, start, q_len, kv_len
             start += q_len
 
@@ -89,7 +99,7 @@ class CPUAttention(GatheringAttention):
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         """Make the backend of a model of `shape` whose cache is `pool`."""
         super().__init__(shape, pool)
-        heads, size, dtype = shape.num_kv_heads, pool.page_size, pool.data.dtype
+        heads, size, dtype = shape.num_kv_heads, pool.page_size, pool.dtype
         # By layer: a row has one page's keys or values, and row `page * 2 * num_layers` the page's keys.
         by_page = pool.data.view(-1, size * heads * shape.head_dim)
         self._key_pages = [by_page[2 * layer :] for layer in range(pool.num_layers)]
@@ -109,9 +119,11 @@ class CPUAttention(GatheringAttention):
 
     def prepare(self, ctx: Context) -> None:
         """Group the decode rows by length and lay out all indices and masks."""
-        groups = group_by_length(ctx.kv_lens[: ctx.num_decode])
+        # `embedding_bag` cannot read FP8: with it, decode rows are prompts of one token.
+        num_decode = 0 if self._pool.is_fp8 else ctx.num_decode
+        groups = group_by_length(ctx.kv_lens[:num_decode])
         self._decodes = [self._plan_decode(ctx, members, alone=len(groups) == 1) for members in groups]
-        self._prefills = list(self._plan_prefills(ctx))
+        self._prefills = list(self._plan_prefills(ctx, num_decode))
         # Queries that attend to no key, whose output is 0: no plan has them.
         self._has_blind_queries = any(q > kv for q, kv in zip(ctx.q_lens, ctx.kv_lens, strict=True))
 
@@ -134,8 +146,8 @@ class CPUAttention(GatheringAttention):
                 keys, values = key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)
             else:
                 shape = (self._shape.num_kv_heads, prefill.kv_len, self._shape.head_dim)
-                keys = self._keys[layer].index_select(0, prefill.index).view(shape)
-                values = self._values[layer].index_select(0, prefill.index).view(shape)
+                found = self._gather(layer, prefill.index, prefill.index)
+                keys, values = (each.view(shape) for each in found)
             if prefill.kv_len <= _SHORT_KEYS:
                 self._prefill_short(query[tokens], keys, values, prefill, output[tokens])
             else:
@@ -227,13 +239,13 @@ class CPUAttention(GatheringAttention):
             hidden=hidden[:, None],
         )
 
-    def _plan_prefills(self, ctx: Context) -> Iterator[_Prefill]:
-        """Yields the plan of each sequence after the decode rows, without the queries that attend to no key.
+    def _plan_prefills(self, ctx: Context, num_decode: int) -> Iterator[_Prefill]:
+        """Yields the plan of each sequence after `num_decode`, without the queries that attend to no key.
 
         Keys are gathered only where some are of earlier steps. A short sequence gets a mask, except where it
         is the plain causal one, which the fused call has built in.
         """
-        for slot, start, q_len, kv_len in self._prompts(ctx):
+        for slot, start, q_len, kv_len in self._prompts(ctx, num_decode):
             num_seeing = min(q_len, kv_len)  # with more queries than keys, the first ones attend to no key
             if not num_seeing:
                 continue
@@ -243,7 +255,7 @@ class CPUAttention(GatheringAttention):
                 rows = self._token_rows(ctx, slot, kv_len) * self._shape.num_kv_heads + heads
                 index = rows.to(self._index_dtype).view(-1)
             if kv_len != num_seeing and kv_len <= _SHORT_KEYS:
-                mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.data.dtype)
+                mask = torch.zeros(num_seeing, kv_len, dtype=self._pool.dtype)
                 queries = torch.arange(num_seeing)[:, None]
                 mask.masked_fill_(torch.arange(kv_len) > queries + kv_len - num_seeing, float("-inf"))
             yield _Prefill(

@@ -57,7 +57,7 @@ class InvariantCPUAttention(cpu.GatheringAttention):
             ConfigError: on this CPU the bits of such GEMMs depend on their number or their length.
         """
         super().__init__(shape, pool)
-        self._rows = _agreeing_rows(self._group, shape.head_dim, pool.data.dtype)
+        self._rows = _agreeing_rows(self._group, shape.head_dim, pool.dtype)
         self._tiles: list[_QueryTile] = []
 
     def prepare(self, ctx: Context) -> None:
@@ -89,13 +89,14 @@ class InvariantCPUAttention(cpu.GatheringAttention):
         packed = query.new_zeros(tile.num, heads, tile.rows, size)
         queries = query.view(tile.num, tokens, heads, self._group, size).transpose(1, 2)
         torch.mul(queries, self._shape.scale, out=packed[:, :, real].view(by_token))
-        keys = self._keys[layer].index_select(0, tile.key_index).view(tile.num * heads, -1, size)
+        keys, values = self._gather(layer, tile.key_index, tile.value_index)
+        keys = keys.view(tile.num * heads, -1, size)
         scores = torch.bmm(packed.flatten(0, 1), keys.transpose(1, 2)).view(tile.num, heads, tile.rows, -1)
         scores[..., tile.common :].masked_fill_(tile.hidden, float("-inf"))
         blocks = torch.softmax(scores, -1).view(tile.num * heads, tile.rows, -1, _BLOCK)
         weights = blocks.permute(2, 0, 1, 3).reshape(-1, tile.rows, _BLOCK)
-        values = self._values[layer].index_select(0, tile.value_index).view(len(weights), _BLOCK, size)
-        parts = torch.bmm(weights, values).view(-1, tile.num, heads, tile.rows, size)
+        parts = torch.bmm(weights, values.view(len(weights), _BLOCK, size))
+        parts = parts.view(-1, tile.num, heads, tile.rows, size)
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
@@ -122,7 +123,7 @@ class InvariantCPUAttention(cpu.GatheringAttention):
         Queries that attend to no key are left out. `num_visible` is each row's number of keys, that of the
         last token for the rows that fill the tile up.
         """
-        for slot, start, q_len, kv_len in self._prompts(ctx):
+        for slot, start, q_len, kv_len in self._prompts(ctx, ctx.num_decode):
             fitting = [rows for rows in self._rows if rows <= self._max_rows(kv_len)]
             per_tile = max(fitting, default=self._rows[0]) // self._group
             end = start + q_len

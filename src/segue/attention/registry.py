@@ -50,6 +50,7 @@ class Capabilities:
     graphs: bool = False  # whether its steps can be captured in CUDA graphs
     why_not: Callable[[], str] | None = None  # asks the machine: one clause, or "" if it supports the backend
     deterministic: bool = False  # batch-invariant: neither batching nor chunking changes a query's bits
+    fp8_kv: bool = False  # whether it reads a KV cache in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,7 @@ class Setting:
     dtype: torch.dtype
     page_size: int
     deterministic: bool = False
+    fp8_kv: bool = False  # whether the KV cache is in FP8
 
 
 def names() -> list[str]:
@@ -289,6 +291,8 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
             "its bits depend on the batch, so --deterministic cannot use it; leave --attention-backend out"
         )
     require("dtype", setting.dtype, capabilities.dtypes)
+    if setting.fp8_kv and not capabilities.fp8_kv:
+        reasons.append("it reads no KV cache in FP8; leave --kv-cache-dtype or --attention-backend out")
     require("page size", setting.page_size, capabilities.page_sizes)
     require("head size", shape.head_dim, capabilities.head_dims)
     group = shape.num_heads // shape.num_kv_heads
@@ -309,7 +313,7 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
     return reasons
 
 
-_CPU = Capabilities(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
+_CPU = Capabilities(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.float16), fp8_kv=True)
 _AVX512 = Capabilities(
     devices=("cpu",),
     dtypes=(torch.bfloat16,),
@@ -321,6 +325,7 @@ _TRITON = Capabilities(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     max_group_size=64,  # a prefill block holds at least one query of all heads of a group
     graphs=True,
+    fp8_kv=True,
 )
 _TRITON_INVARIANT = replace(_TRITON, dtypes=(torch.bfloat16, torch.float16), deterministic=True)
 _FA3 = Capabilities(

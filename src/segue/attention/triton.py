@@ -63,8 +63,12 @@ class TritonAttention(PagedBackend):
         self._partial = pool.data.new_empty(self._max_programs * self._group * dim, dtype=torch.float32)
         self._maxima = pool.data.new_empty(self._max_programs * self._group * 2, dtype=torch.float32)
         self._max_spans = 0  # of a sequence; only batch-invariant attention has any
-        self._is_float32 = pool.data.dtype == torch.float32
+        self._is_float32 = pool.dtype == torch.float32
         self._keys_per_block = 32 if self._is_float32 else 64
+        # As many bytes in flight as in bfloat16.
+        self._decode_block = self._keys_per_block * (2 if pool.is_fp8 else 1)
+        self._decode_stages = 2 if self._is_float32 else 3
+        self._decode_words = pool.is_fp8 and dim % 4 == 0 and dim >= 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % self._keys_per_block == 0 and dim >= 16 and dim & (dim - 1) == 0
         # TMA counts token rows in 32 bits.
@@ -73,7 +77,6 @@ class TritonAttention(PagedBackend):
         # The arguments that are the same in every launch of both kernels.
         self._constants: dict[str, object] = {
             "counters": pool.data.new_zeros(self._max_programs, dtype=torch.int32),
-            "scale": shape.scale * _LOG2_E,
             "page_rows": pool.page_rows,
             "KV_HEADS": shape.num_kv_heads,
             "G": self._group,
@@ -163,9 +166,10 @@ class TritonAttention(PagedBackend):
             output=output,
             num_decode=num_decode,
             items=items,
-            BLOCK=self._keys_per_block,
+            BLOCK=self._decode_block,
             SPLITS=splits,
-            STAGES=2 if self._is_float32 else 3,
+            STAGES=self._decode_stages,
+            WORDS=self._decode_words,
             GP=max(16, triton.next_power_of_2(self._group)),
             **arguments,
             **launch_options(2 if ctx.num_decode < _FEW_ROWS else 4, len(query)),
@@ -208,7 +212,10 @@ class TritonAttention(PagedBackend):
 
     def _cache_arguments(self, layer: int, ctx: Context) -> dict[str, object]:
         """Returns the arguments of both kernels that describe the cache and where splits meet."""
+        key_scale, value_scale = self._pool.scales[layer]
         return {
+            "scale": self._shape.scale * _LOG2_E * key_scale,
+            "value_scale": value_scale if self._pool.is_fp8 else None,
             "keys": self._pool.key_rows[layer],
             "values": self._pool.value_rows[layer],
             "page_table": ctx.page_table.data,

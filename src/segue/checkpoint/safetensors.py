@@ -42,7 +42,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
-# Scales of activations, which are quantized by their own values here, and of a KV cache in FP8.
+# Scales of activations, which are quantized by their own values here, and of keys and values (`kv_scales`).
 _UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time

@@ -39,6 +39,7 @@ MUST_BE_EQUAL = {
     "kv_heads": SAME_MODEL,
     "head_dim": SAME_MODEL,
     "dtype": "give both the same --dtype",
+    "kv_cache": "give both the same --kv-cache-dtype, and the same checkpoint, which may have scales for FP8",
     "page_size": "give both the same --page-size",
     "deterministic": "give --deterministic to both or to neither",
 }

@@ -67,6 +67,11 @@ def describe_choices(config: EngineConfig) -> ChosenStart:
         Finding(
             name="quantization", value=model.quantization or "none", why=resolved.reasons["quantization"]
         ),
+        Finding(
+            name="KV cache dtype",
+            value="fp8" if resolved.fp8_kv else str(resolved.dtype).removeprefix("torch."),
+            why=resolved.reasons["kv_cache_dtype"],
+        ),
         *(
             Finding(name=spelling(name), value=str(getattr(resolved, name)), why=resolved.reasons[name])
             for name in _SIZES

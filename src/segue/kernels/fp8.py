@@ -1,7 +1,8 @@
-"""Weights in FP8: quantization to float8_e4m3fn with float32 scales, and back, in plain torch.
+"""FP8: quantization to float8_e4m3fn with float32 scales, and back, in plain torch.
 
-A scale belongs to a row of a weight, or to a block of consecutive weights of the row. A weight times its
-scale is the value. The same values give the same bits on every device.
+A scale of a weight belongs to a row, or to a block of consecutive weights of the row. Keys and values have
+one scale per layer each. A number in FP8 times its scale is the value. The same values give the same bits on
+every device.
 """
 
 import torch
@@ -58,6 +59,16 @@ def dequantize(weight: Tensor, scales: Tensor, block: int = 0) -> Tensor:
     if block:
         return wide.mul_(scales.repeat_interleave(block, 1)[:, : wide.shape[1]])
     return wide.mul_(scales)
+
+
+def quantize_by(values: Tensor, scale: float) -> Tensor:
+    """Returns `values` in FP8, divided by a given scale; what is too large becomes the greatest of FP8."""
+    return (values.float() * (1 / scale)).clamp_(-MAX, MAX).to(FP8)
+
+
+def dequantize_by(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns `values`, which are in FP8, times a given scale, in `dtype`."""
+    return values.to(dtype) if scale == 1 else (values.float() * scale).to(dtype)
 
 
 def scale_shapes(shape: tuple[int, ...], block: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from segue.sizes import ceil_div
 # What an option decides, and the option. The other sizes follow from free memory.
 _OPTIONS = {
     "page_size": "page_size",
-    "page_bytes": "dtype",
+    "page_bytes": "kv_cache_dtype",  # engines of a cohort have equal weights, so --dtype is equal
     "max_running_requests": "max_running_requests",
     "chunked_prefill_size": "chunked_prefill_size",
 }

@@ -16,7 +16,7 @@ from segue.attention.registry import Selection
 from segue.errors import OutOfMemoryError
 from segue.kernels.compilations import compiled_together
 from segue.kvcache.page_table import PageTable
-from segue.kvcache.pool import KVPool
+from segue.kvcache.pool import KVPool, KVScales
 from segue.logs import logger
 from segue.memory import backing
 from segue.memory.budget import Demand, gib
@@ -142,11 +142,18 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
 
 
 def make_pool(
-    model: Decoder, resolved: ResolvedConfig, num_pages: int, take: Callable[[int], Tensor]
+    model: Decoder,
+    resolved: ResolvedConfig,
+    num_pages: int,
+    take: Callable[[int], Tensor],
+    scales: KVScales | None = None,
 ) -> KVPool:
-    """Return a KV pool for the heads of this rank; `take` gives it so many zeroed bytes."""
+    """Return a KV pool for the heads of this rank; `take` gives it so many zeroed bytes.
+
+    `scales` are those of a pool in FP8; None: all are 1.
+    """
     shape = resolved.kv_shape(model.config, model.shard, num_pages)
-    return KVPool(shape, take(shape.num_bytes))
+    return KVPool(shape, take(shape.num_bytes), scales)
 
 
 def _split(total: int, max_len: int) -> list[int]:

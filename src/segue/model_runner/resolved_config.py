@@ -25,7 +25,8 @@ class ResolvedConfig:
     """The options with a value for everything."""
 
     device: torch.device
-    dtype: torch.dtype  # of weights and KV
+    dtype: torch.dtype  # of weights, and of KV unless that is in FP8
+    fp8_kv: bool  # whether the KV cache is in FP8
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -48,6 +49,7 @@ class ResolvedConfig:
             num_kv_heads=shard.num_kv_heads,
             head_dim=model.head_dim,
             dtype=self.dtype,
+            fp8=self.fp8_kv,
         )
 
 
@@ -66,6 +68,10 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     dtype, reasons["dtype"] = _dtype(config, source)
     if source.config.fp8 is not None and device.type == "cuda":
         _check_fp8(device, dtype)
+    fp8_kv = config.kv_cache_dtype != "auto"
+    reasons["kv_cache_dtype"] = "--kv-cache-dtype names it" if fp8_kv else "that of weights"
+    if fp8_kv and device.type == "cuda":
+        _check_fp8_kv(device)
     if config.deterministic and device.type == "cuda":
         _check_deterministic(source, tp, device, dtype)
     model_len = source.config.max_position
@@ -104,6 +110,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     return ResolvedConfig(
         device=device,
         dtype=dtype,
+        fp8_kv=fp8_kv,
         page_size=page_size,
         max_running_requests=max_running,
         chunked_prefill_size=min(chunk, max_running * max_len),
@@ -131,6 +138,17 @@ def _device(config: EngineConfig, tp: TPInfo) -> tuple[torch.device, str]:
         )
     why = "--device names it" if config.device == "cuda" else "torch sees a CUDA device"
     return torch.device("cuda", tp.rank), why
+
+
+def _check_fp8_kv(device: torch.device) -> None:
+    """Raise the reason why the KV cache cannot be in FP8 on this CUDA device, if there is one."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"a KV cache in FP8 on compute capability {capability}: the device must have FP8, which (8, 9) "
+            "was the first to have; use such a device, or leave --kv-cache-dtype out",
+            param="kv_cache_dtype",
+        )
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:

@@ -46,6 +46,7 @@ def choose_start(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Start
         dtype=resolved.dtype,
         page_size=resolved.page_size,
         deterministic=resolved.deterministic,
+        fp8_kv=resolved.fp8_kv,
     )
     return StartChoice(
         sizes=sizes,

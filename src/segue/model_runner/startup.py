@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from segue.attention.base import PagedBackend
+from segue.checkpoint.kv_scales import read_kv_scales
 from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import ModelSource
 from segue.config import EngineConfig
@@ -264,8 +265,9 @@ class Startup:
 
     def _make_pool(self) -> Made:
         take = partial(self.memory.take_kv, scratch_bytes=self._page_bytes)
-        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, take)
-        return self.kv.data.nbytes, ""
+        scales = read_kv_scales(self.source) if self.resolved.fp8_kv else None
+        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, take, scales)
+        return self.kv.data.nbytes, self.kv.format
 
     def _make_state(self) -> Made:
         """Allocate what the device keeps per request slot: pages, tokens and sampling parameters."""

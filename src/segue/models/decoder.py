@@ -74,11 +74,11 @@ class Attention(Layer):
         """Apply QK-norm and RoPE, and store this step's keys and values in the KV pool; for a CPU.
 
         `qkv` is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`. Returns query, key and value, each
-        `[T, heads, head_dim]`.
+        `[T, heads, head_dim]`, keys and values as the pool has them.
         """
         heads = self.num_heads + self.num_kv_heads
         assert self.q_norm is None or self.qk_weight is not None, "build_derived comes first"
-        if cpu.usable(qkv) and self.head_dim % 32 == 0:
+        if cpu.usable(qkv) and self.head_dim % 32 == 0 and not ctx.kv.is_fp8:
             cpu.norm_rope_store(
                 qkv,
                 self.qk_weight,
@@ -99,8 +99,7 @@ class Attention(Layer):
             qk = rms_norm(qk, self.qk_weight, self.eps)
         qk = rotate(qk, *angles)
         query, key, value = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, heads:]
-        ctx.kv.write(self.layer, ctx.slot_mapping, key, value)
-        return query, key, value
+        return query, *ctx.kv.write(self.layer, ctx.slot_mapping, key, value)
 
     def _norm_rope_store_cuda(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, None, None]:
         """As `_norm_rope_store`, in one kernel. Backends on CUDA read keys and values from the pool alone."""
@@ -115,6 +114,8 @@ class Attention(Layer):
             ctx.slot_mapping,
             ctx.kv.key_rows[self.layer],
             ctx.kv.value_rows[self.layer],
+            scales=ctx.kv.scales[self.layer] if ctx.kv.is_fp8 else None,
+            dtype=ctx.kv.dtype,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

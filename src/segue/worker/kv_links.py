@@ -239,6 +239,7 @@ def make_hello(
             model=hashlib.sha256(shape).hexdigest(),
             tokenizer=tokenizer,
             dtype=str(runner.dtype).removeprefix("torch."),
+            kv_cache=runner.kv.format,
             layers=model.num_layers,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,

@@ -134,8 +134,9 @@ def make_warm_kv(scheduler: Scheduler, runner: ModelRunner) -> WarmKV:
     config, limits, generations = scheduler.config, scheduler.limits, runner.memory.generations
     assert generations is not None
     facts = name_of(
-        *(__version__, runner.source.config, runner.device.type, str(runner.dtype), runner.kv_bytes),
-        *(limits.num_pages, limits.page_size, config.tp, runner.attention_backend, config.deterministic),
+        *(__version__, runner.source.config, runner.device.type, str(runner.dtype), runner.kv.format),
+        *(runner.kv_bytes, limits.num_pages, limits.page_size, config.tp, runner.attention_backend),
+        config.deterministic,
     )
 
     def open_journal() -> PageJournal | None:

@@ -5,6 +5,9 @@ scores (`top`), the sum of their exponentials relative to it (`total`), and the 
 exponentials (`acc`). Softmaxes over other keys can be joined to it. Exponentials are to base 2: `scale`
 includes log2(e).
 
+Keys and values in FP8 are widened in registers (`_widened`). The scale of keys is a part of `scale`, and that
+of values, `value_scale`, is applied to the result; it is None for a pool in the type of the model.
+
 G query heads share a key-value head; D is the size of a head. GP and DP are powers of two that hold G and D.
 The programs of a sequence and head count themselves in `counters`, and the one that ends last, which combines
 the splits, sets the counter back to 0. `partial` and `maxima` hold the splits' results until then.
@@ -25,6 +28,41 @@ def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+
+
+@triton.jit
+def _widened(x, like):
+    """Returns keys or values in the type of the queries, if they are in FP8."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(like.dtype)
+    return x
+
+
+@triton.jit
+def _number(word, BYTE: tl.constexpr, like):
+    """Returns one of the four numbers in FP8 of each word, in the type of the queries."""
+    byte = (word >> (8 * BYTE)).to(tl.uint8, bitcast=False)
+    return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+
+
+@triton.jit
+def _query_for(q, value_scale):
+    """Returns queries in the type in which they are multiplied by keys: float16 for keys in FP8.
+
+    All of FP8 is in float16 and in bfloat16, but only the conversion to float16 is a single instruction.
+    """
+    if value_scale is not None and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)
+    return q
+
+
+@triton.jit
+def _normalised(acc, total, value_scale):
+    """Returns the result of a softmax from its weighted values and its sums."""
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    if value_scale is not None:
+        result *= value_scale
+    return result
 
 
 @triton.jit
@@ -100,6 +138,7 @@ def _combine(
     splits,
     per_split,
     kv_len,
+    value_scale,
     KV_HEADS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -122,7 +161,7 @@ def _combine(
         highest = tl.max(tops, 0)
         share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
         summed = tl.sum(totals * share, 0)
-        result = tl.sum(sums * share[:, None], 0) / tl.where(summed == 0.0, 1.0, summed)
+        result = _normalised(tl.sum(sums * share[:, None], 0), summed, value_scale)
         to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D + d
         tl.store(to, result.to(output.dtype.element_ty), mask=d < D)
 
@@ -142,6 +181,7 @@ def decode(
     maxima,
     counters,
     scale,
+    value_scale,
     page_rows,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -153,6 +193,7 @@ def decode(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -165,6 +206,10 @@ def decode(
     `values`, which are this layer's views of the pool. `num_decode` holds the number of rows that are not
     padding; None: no row is padding. `cache_modifier=".cg"` reads from the L2 cache what programs on other
     SMs have written.
+
+    With WORDS, values in FP8 are read from shared memory as words of four, which four GEMMs share, and D is
+    a multiple of 4. Otherwise they are read one by one, because neighbours in the operand of a GEMM are
+    values of different keys.
     """
     pdl_wait(PDL)
     if items is not None:  # the heads of a sequence, which share its pages, are consecutive programs
@@ -191,14 +236,21 @@ def decode(
         valid = (g[:, None] < G) & in_head
         head = (b * KV_HEADS + h) * G + g
         q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
+        q = _query_for(q, value_scale)
         top, total, acc = _no_keys(GP, DP)
+        if WORDS:
+            words, w = values.to(tl.pointer_type(tl.int32)), tl.arange(0, DP // 4)
+            acc0 = tl.zeros((GP, DP // 4), tl.float32)
+            acc1, acc2, acc3 = acc0, acc0, acc0
         table_row, first = page_table + slot * table_stride, split * per_split
         for i in tl.range(first, tl.minimum(first + per_split, kv_len), BLOCK, num_stages=STAGES):
             position = i + j
             seen = position < kv_len
             page = tl.load(table_row + position // PAGE, mask=seen, other=0).to(tl.int64)
-            at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
+            head_row = (page * page_rows + position % PAGE) * KV_HEADS + h
+            at = head_row * D
             k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
+            k = _widened(k, q)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -206,13 +258,25 @@ def decode(
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
-            v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            if WORDS:
+                part = words + head_row[:, None] * (D // 4) + w[None, :]
+                word = tl.load(part, mask=seen[:, None] & (w[None, :] < D // 4), other=0)
+                p = weights.to(q.dtype)
+                acc0 = acc0 * shrink[:, None] + tl.dot(p, _number(word, 0, q), input_precision=PRECISION)
+                acc1 = acc1 * shrink[:, None] + tl.dot(p, _number(word, 1, q), input_precision=PRECISION)
+                acc2 = acc2 * shrink[:, None] + tl.dot(p, _number(word, 2, q), input_precision=PRECISION)
+                acc3 = acc3 * shrink[:, None] + tl.dot(p, _number(word, 3, q), input_precision=PRECISION)
+            else:
+                v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
+                v = _widened(v, q)
+                acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        if WORDS:  # the last dimension of a join counts first
+            acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), (GP, DP))
         pdl_launch_dependents(PDL)
         out = output + head[:, None].to(tl.int64) * D + d[None, :]
         if splits == 1:
-            total = tl.where(total == 0.0, 1.0, total)
-            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+            result = _normalised(acc, total[:, None], value_scale)
+            tl.store(out, result.to(output.dtype.element_ty), mask=valid)
         else:
             split_at = ((first_part + split) * KV_HEADS + h) * G + g
             if first < kv_len:
@@ -224,12 +288,12 @@ def decode(
             if done == splits - 1:
                 if SPLITS <= _FEW_SPLITS or splits > _FEW_SPLITS:
                     _combine(
-                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len,
+                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len, value_scale,
                         KV_HEADS, G, D, DP, SPLITS,
                     )  # fmt: skip
                 else:
                     _combine(
-                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len,
+                        output, partial, maxima, b, h, first_part, splits, per_split, kv_len, value_scale,
                         KV_HEADS, G, D, DP, _FEW_SPLITS,
                     )  # fmt: skip
                 tl.store(counters + b * KV_HEADS + h, 0)
@@ -276,13 +340,13 @@ def _attend_keys(
             if pool is not None:  # a block of keys lies within one page
                 page = tl.load(table_row + i // PAGE)
                 row = page * page_rows + layer_row + i % PAGE
-                k = pool.load([row, h * D])
+                k = _widened(pool.load([row, h * D]), q)
             else:
                 exists = position < kv_len
                 page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
                 at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
                 in_bounds = exists[:, None] & in_head
-                k = tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
+                k = _widened(tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
             if masked:
                 scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
@@ -293,11 +357,11 @@ def _attend_keys(
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
             if pool is not None:
-                v = pool.load([row + PAGE, h * D])
+                v = _widened(pool.load([row + PAGE, h * D]), q)
                 if masked:
                     v = tl.where((position < kv_len)[:, None], v, 0.0)
             else:
-                v = tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0)
+                v = _widened(tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return top, total, acc
@@ -333,6 +397,7 @@ def attend(
     counters,
     max_spans,
     scale,
+    value_scale,
     page_rows,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -386,7 +451,7 @@ def attend(
         used = (token < q_len) & (r < per_block * G)
         valid = used[:, None] & (d[None, :] < D)
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
-        q = tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0)
+        q = _query_for(tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0), value_scale)
         last = token + kv_len - q_len
         common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # all queries here attend to these keys
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
@@ -413,8 +478,8 @@ def attend(
                     tl.store(maxima + to * 2 + 1, span_total, mask=used)
         out = output + at[:, None] * D + d[None, :]
         if SPLITS == 1:
-            total = tl.where(total == 0.0, 1.0, total)
-            tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+            result = _normalised(acc, total[:, None], value_scale)
+            tl.store(out, result.to(output.dtype.element_ty), mask=valid)
         else:
             tl.debug_barrier()
             done = tl.atomic_add(counters + sequence * KV_HEADS + h, 1, sem="acq_rel")
@@ -427,7 +492,7 @@ def attend(
                     span_top = tl.load(maxima + to * 2, mask=used, other=0.0, cache_modifier=".cg")
                     span_total = tl.load(maxima + to * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
                     top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
-                total = tl.where(total == 0.0, 1.0, total)
-                tl.store(out, (acc / total[:, None]).to(output.dtype.element_ty), mask=valid)
+                result = _normalised(acc, total[:, None], value_scale)
+                tl.store(out, result.to(output.dtype.element_ty), mask=valid)
                 tl.store(counters + sequence * KV_HEADS + h, 0)
     pdl_launch_dependents(PDL)

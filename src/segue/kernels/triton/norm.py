@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.fp8 import MAX as FP8_MAX
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
@@ -68,6 +69,20 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return normed, total
 
 
+_FP8_MAX = tl.constexpr(FP8_MAX)
+
+
+@triton.jit
+def _as_stored(x, dtype: tl.constexpr, inverse):
+    """Returns `x` in the model's type `dtype`, or with `inverse`, that of its scale, in FP8 like a CPU's."""
+    x = x.to(dtype)
+    if inverse is not None:
+        scaled = x.to(tl.float32) * inverse
+        scaled = tl.clamp(scaled, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        x = scaled.to(tl.float8e4nv)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_norm_rope_store(
     qkv,
@@ -81,6 +96,8 @@ def _qk_norm_rope_store(
     values,
     num_tokens,
     eps,
+    key_inverse,
+    value_inverse,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -93,7 +110,7 @@ def _qk_norm_rope_store(
 
     See `qk_norm_rope_store` for the arguments. A head has D elements, loaded as two halves (`low`, `high`),
     because RoPE rotates element i with element i + D / 2. HALF is a power of two that holds one half. Values
-    are only copied to the pool.
+    are only copied to the pool. `key_inverse` and `value_inverse` are 1 / scale of a pool in FP8, else None.
     """
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
@@ -109,8 +126,8 @@ def _qk_norm_rope_store(
     stride = num_tokens.to(tl.int64) * width
     low = load_split_k(qkv + token * width, head * D + d, stride, inside, SPLITS)
     high = load_split_k(qkv + token * width, head * D + half + d, stride, inside, SPLITS)
+    dtype: tl.constexpr = query.dtype.element_ty
     if first < HEADS + KV_HEADS:
-        dtype = query.dtype.element_ty
         cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
         sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
         if qk_weight is not None:
@@ -129,13 +146,13 @@ def _qk_norm_rope_store(
             tl.store(at, rotated_low.to(dtype), mask=inside)
             tl.store(at + half, rotated_high.to(dtype), mask=inside)
         else:
-            at = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
-            tl.store(at, rotated_low.to(dtype), mask=inside)
-            tl.store(at + half, rotated_high.to(dtype), mask=inside)
+            of_key = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
+            tl.store(of_key, _as_stored(rotated_low, dtype, key_inverse), mask=inside)
+            tl.store(of_key + half, _as_stored(rotated_high, dtype, key_inverse), mask=inside)
     else:
-        at = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
-        tl.store(at, low.to(values.dtype.element_ty), mask=inside)
-        tl.store(at + half, high.to(values.dtype.element_ty), mask=inside)
+        of_value = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
+        tl.store(of_value, _as_stored(low, dtype, value_inverse), mask=inside)
+        tl.store(of_value + half, _as_stored(high, dtype, value_inverse), mask=inside)
     pdl_launch_dependents(PDL)
 
 
@@ -150,6 +167,8 @@ def qk_norm_rope_store(
     keys: Tensor,
     values: Tensor,
     *,
+    dtype: torch.dtype,
+    scales: tuple[float, float] | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -168,6 +187,8 @@ def qk_norm_rope_store(
         slot_mapping: int64 `[T]`, the token rows of the pool to write.
         keys: this layer's key rows of the pool, `[*, num_kv_heads * head_dim]`.
         values: this layer's value rows of the pool, of the same shape.
+        dtype: of the model, and of the queries.
+        scales: those of keys and values of a pool in FP8; None: the pool is in `dtype`.
         num_heads: number of query heads.
         num_kv_heads: number of key-value heads.
         head_dim: size of a head; even.
@@ -176,7 +197,7 @@ def qk_norm_rope_store(
         The queries, `[T, num_heads, head_dim]`.
     """
     num_tokens = qkv.shape[-2]
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=keys.dtype, device=qkv.device)
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     group = _heads_per_program(num_heads, num_kv_heads)
     _qk_norm_rope_store[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
         qkv=qkv,
@@ -190,6 +211,8 @@ def qk_norm_rope_store(
         values=values,
         num_tokens=num_tokens,
         eps=eps,
+        key_inverse=None if scales is None else 1 / scales[0],
+        value_inverse=None if scales is None else 1 / scales[1],
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,
