@@ -104,6 +104,10 @@ class EchoRunner(FakeRank):
     def forget(self, slots: Sequence[int]) -> None:
         """It keeps no grammars."""
 
+    def guided_ms(self) -> dict[str, float]:
+        """It has no guided steps."""
+        return {}
+
     def forward_batch(self, plan: StepPlan) -> Done:
         self._sleep()
         if plan.step == self._stall_at:

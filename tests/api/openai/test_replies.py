@@ -136,7 +136,7 @@ def test_ids_stand_where_vllm_has_them() -> None:
     assert choices.common() == {"prompt_token_ids": [1, 0, 1]}
     first, *others = chunks(ChatDialect, *PARTS, shown=shown)
     assert first["prompt_token_ids"] == [1, 0, 1] and "token_ids" not in first["choices"][0]
-    assert [each["choices"][0].get("token_ids") for each in others] == [[2], [0, 1], None]
+    assert [each["choices"][0].get("token_ids") for each in others] == [[2], [0, 1], []]
     assert not any("prompt_token_ids" in each for each in others)
 
     choices, _ = call(CompletionDialect, shown=shown)
@@ -145,7 +145,7 @@ def test_ids_stand_where_vllm_has_them() -> None:
     assert choices.common() == {}
     made = [each["choices"][0] for each in chunks(CompletionDialect, *PARTS, shown=shown)]
     assert [each.get("prompt_token_ids") for each in made] == [[1, 0, 1], None, None]
-    assert [each.get("token_ids") for each in made] == [[2], [0, 1], None]
+    assert [each.get("token_ids") for each in made] == [[2], [0, 1], []]
     resumed = chunks(CompletionDialect, PARTS[1], shown=shown, begun=(2,))
     assert "prompt_token_ids" not in resumed[0]["choices"][0]
 
