@@ -1,5 +1,6 @@
 """The scales of keys and values that published checkpoints in FP8 have."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ def directory(tmp_path: Path) -> Path:
     [
         {"k_scale": torch.tensor(0.25), "v_scale": torch.tensor(3.0)},
         {"k_proj__k_scale": torch.tensor([0.25]), "v_proj__v_scale": torch.tensor([3.0])},
+        {"k_proj__output_scale": torch.tensor([0.25]), "v_proj__output_scale": torch.tensor([3.0])},
+        {"kv_scale": torch.tensor(3.0), "k_scale": torch.tensor(0.25)},
         {"k_scale": torch.tensor([0.25, 0.125]).bfloat16(), "v_scale": torch.tensor([[3.0], [2.0]])},
     ],
-    ids=["of the attention", "of the projections", "several"],
+    ids=["of the attention", "of the projections", "of the outputs of projections", "of both", "several"],
 )
 def test_an_engine_has_the_scales_of_its_checkpoint(scales: dict[str, torch.Tensor], directory: Path) -> None:
     add(directory, **scales)
@@ -56,10 +59,33 @@ def test_a_checkpoint_without_scales_has_none(
     assert read_kv_scales(resolve(str(directory), "dummy", cache)) is None
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_positive_number_is_refused(scale: float, directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["k_scale", "k_proj__output_scale", "kv_scale"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_a_checkpoint_may_have_scales_of_keys_and_values_alone(name: str, kv: str, tmp_path: Path) -> None:
+    """Its weights are in bfloat16, and `quantization_config` describes the KV cache."""
+    tiny.save(tiny_fp8.model("llama", vocab_size=making.VOCAB), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": scheme,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    add(tmp_path, **{name: torch.tensor([0.5])})
+    runner = making.make_runner(tmp_path, kv_cache_dtype=kv)
+    try:
+        assert runner.source.config.fp8 is None
+        assert runner.kv.scales[1][0] == (0.5 if kv == "fp8" else 1.0)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-40, 1e37, float("nan"), float("inf")])
+def test_a_scale_of_no_use_is_refused(scale: float, directory: Path, tmp_path: Path) -> None:
+    """One that is very small has no finite inverse, and with one that is very large, 448 is not finite."""
     add(directory, k_scale=torch.tensor(scale))
-    with pytest.raises(ModelFileError, match=r"self_attn\.k_scale.* must be a positive number"):
+    with pytest.raises(ModelFileError, match=r"self_attn\.k_scale.* must be a number from 1\.18e-38 to 7"):
         read_kv_scales(resolve(str(directory), "auto", tmp_path))
 
 

@@ -227,6 +227,7 @@ class Worker(Simulation):
             model="",
             tokenizer="",
             dtype="",
+            kv_cache="",
             layers=1,
             kv_heads=2,
             head_dim=1,

@@ -326,6 +326,14 @@ def test_a_hello_of_another_version_is_named_as_such_even_if_it_has_other_fields
         ours.take(encode({"type": "Hello", "protocol": 7, "shape": "another"}))
 
 
+@pytest.mark.parametrize("field", ["dtype", "kv_cache", "layers", "kv_heads", "head_dim", "page_size"])
+def test_a_hello_must_say_how_its_kv_is_stored(field: str) -> None:
+    fields = msgspec.msgpack.decode(encode(hello("decode")))
+    del fields[field]
+    with pytest.raises(KVProtocolError, match=f"missing required field `{field}`"):
+        handshake(LinkSide.ACCEPTING, hello("prefill")).take(encode(fields))
+
+
 @pytest.mark.parametrize(
     "body",
     [

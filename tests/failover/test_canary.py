@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from segue.config import EngineConfig
 from segue.failover import canary
 from segue.failover.canary import CanaryNote
+from segue.server.canary import facts_of
 
 NOTE = CanaryNote([5, 9], [-0.25, -1.5])
 
@@ -45,6 +49,22 @@ def test_engines_with_other_weights_have_another_note(tmp_path: Path) -> None:
     ]
     assert len(set(paths)) == 4
     assert canary.path_of(tmp_path, "a", ["v1"]) == paths[0]
+
+
+def test_engines_that_compute_otherwise_have_another_note(tmp_path: Path) -> None:
+    def facts(**options: Any) -> str:
+        ready = SimpleNamespace(device="cpu", dtype="bfloat16", attention_backend="cpu")
+        weights = SimpleNamespace(version="0", generation=1)
+        runtime: Any = SimpleNamespace(
+            config=EngineConfig(**options),
+            manager=SimpleNamespace(ready=ready, weights=weights, role="both"),
+            source=SimpleNamespace(directory=tmp_path, gguf=None, format="safetensors", config="llama"),
+        )
+        return repr(facts_of(runtime))
+
+    others = [{}, {"tp": 2}, {"deterministic": True}, {"kv_cache_dtype": "fp8"}]
+    assert len({facts(**options) for options in others}) == len(others)
+    assert facts(kv_cache_dtype="fp8_e4m3") == facts(kv_cache_dtype="fp8")
 
 
 def test_the_prompt_fits_any_vocabulary() -> None:

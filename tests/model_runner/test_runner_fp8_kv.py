@@ -41,9 +41,11 @@ def test_log_probabilities_differ_by_the_rounding_of_fp8(directory: Path) -> Non
     with segue.Engine(**options) as engine:
         expected, _ = logprobs(engine)
         plain = engine.get_server_info()
+    all_found = []
     for more in ({}, {"chunked_prefill_size": 7}, {"dtype": "bfloat16"}):
         with segue.Engine(**options | more, kv_cache_dtype="fp8") as engine:
             found, _ = logprobs(engine)
+            all_found.append(found)
             info = engine.get_server_info()
         rms = (found - expected).square().mean().sqrt().item()
         assert 0.001 < rms < 0.05
@@ -51,6 +53,8 @@ def test_log_probabilities_differ_by_the_rounding_of_fp8(directory: Path) -> Non
         (pool,) = (each for each in info["decided"]["init_steps"] if each["name"] == "KV pool")
         (before,) = (each for each in plain["decided"]["init_steps"] if each["name"] == "KV pool")
         assert pool["detail"] == "fp8" and pool["num_bytes"] == before["num_bytes"] // 4  # from float32
+    whole, chunked, _ = all_found
+    assert (whole - chunked).abs().max() < 1e-4  # both attend to the keys and values that are stored
     assert "avx512" not in info["decided"]["attention_backend"]
 
 

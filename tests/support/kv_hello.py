@@ -35,6 +35,7 @@ def hello(role: Literal["prefill", "decode"], **changes: Any) -> Hello:
         model="5f0c",
         tokenizer="77aa",
         dtype="bfloat16",
+        kv_cache="bfloat16",
         layers=36,
         kv_heads=8,
         head_dim=128,

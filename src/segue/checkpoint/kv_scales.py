@@ -1,12 +1,15 @@
 """The scales of keys and values in FP8 that a checkpoint may have, from the calibration of the model."""
 
-import math
-
 import torch
 
 from segue.checkpoint.safetensors import Shards
 from segue.checkpoint.source import ModelSource
 from segue.errors import ModelFileError
+from segue.kernels.fp8 import MAX, SMALLEST_SCALE
+
+# Of a layer's attention, the newest first: `{0}` is k or v. `kv_scale` is of both.
+_NAMES = "{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale", "kv_scale"
+_LARGEST_SCALE = torch.finfo(torch.float32).max / MAX  # by which FP8's greatest value stays finite
 
 
 def read_kv_scales(source: ModelSource) -> list[tuple[float, float]] | None:
@@ -16,7 +19,7 @@ def read_kv_scales(source: ModelSource) -> list[tuple[float, float]] | None:
     with it, nothing is too large.
 
     Raises:
-        ModelFileError: a file cannot be read, or a scale is no positive number.
+        ModelFileError: a file cannot be read, or a scale is of no use.
     """
     if source.format != "safetensors":
         return None
@@ -33,18 +36,19 @@ def read_kv_scales(source: ModelSource) -> list[tuple[float, float]] | None:
 
 def _read(shards: Shards, layer: int, kind: str) -> float | None:
     """Return the scale of a layer's keys (`kind` "k") or values ("v"); None: there is none."""
-    attention = f"model.layers.{layer}.self_attn"
-    for name in (f"{attention}.{kind}_scale", f"{attention}.{kind}_proj.{kind}_scale"):
+    for suffix in _NAMES:
+        name = f"model.layers.{layer}.self_attn.{suffix.format(kind)}"
         stored = shards.tensors.get(name)
         if stored is None or not stored.num_bytes:
             continue
         raw = torch.empty(stored.num_bytes, dtype=torch.uint8)
         stored.read_into(0, raw.numpy().data)
         scale = raw.view(stored.dtype).double().max().item()
-        if not 0 < scale < math.inf:
+        if not SMALLEST_SCALE <= scale <= _LARGEST_SCALE:
             raise ModelFileError(
                 f"model file {stored.file.name}: tensor {name!r} is {scale}; a scale of keys or values must "
-                "be a positive number. Get the weights again, or leave --kv-cache-dtype out"
+                f"be a number from {SMALLEST_SCALE:.3g} to {_LARGEST_SCALE:.3g}. Get the weights again, or "
+                "leave --kv-cache-dtype out"
             )
         return scale
     return None

@@ -42,8 +42,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 _DERIVED = ".rotary_emb.inv_freq"  # follows from the config, but old checkpoints store it
-# Scales of activations, which are quantized by their own values here, and of keys and values (`kv_scales`).
-_UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
+# Scales of activations, which are quantized by their own values here.
+_ACTIVATION_SCALES = (".input_scale", ".output_scale", ".q_scale")
+# Scales of keys and values, see `kv_scales`: also where no weight is in FP8.
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 _CHUNK = 64 << 20  # bytes per read, so that the progress bar moves
 _COMPARE_CHUNK = 1 << 20  # elements compared at a time
 _SHOWN = 4  # tensor names in an error text, at most
@@ -223,7 +225,8 @@ class Shards:
                 it is tied to; the text names the file and the tensor.
         """
         for name, stored in self.tensors.items():
-            if name.endswith(_DERIVED) or (weight_map.scales and name.endswith(_UNUSED_SCALES)):
+            ignored = (_DERIVED, *_KV_SCALES, *(_ACTIVATION_SCALES if weight_map.scales else ()))
+            if name.endswith(ignored):
                 continue
             if weight := weight_map.weight_of_scale(name):
                 self._check_scale(stored, weight, weight_map)

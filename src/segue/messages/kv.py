@@ -96,7 +96,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: str  # digest of the configuration and the weight map
     tokenizer: str  # digest; empty: the worker has none
     dtype: str
-    kv_cache: str = "auto"  # how keys and values are stored: `KVPool.format`
+    kv_cache: str  # how keys and values are stored: `KVPool.format`
     layers: int
     kv_heads: int  # of the model, over all ranks
     head_dim: int

@@ -69,7 +69,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     if source.config.fp8 is not None and device.type == "cuda":
         _check_fp8(device, dtype)
     fp8_kv = config.kv_cache_dtype != "auto"
-    reasons["kv_cache_dtype"] = "--kv-cache-dtype names it" if fp8_kv else "that of weights"
+    reasons["kv_cache_dtype"] = "--kv-cache-dtype names it" if fp8_kv else "as --dtype"
     if fp8_kv and device.type == "cuda":
         _check_fp8_kv(device)
     if config.deterministic and device.type == "cuda":

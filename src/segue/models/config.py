@@ -178,12 +178,15 @@ class ModelConfig:
         )
 
 
-def _fp8(config: Mapping[str, Any]) -> FP8Config:
+def _fp8(config: Mapping[str, Any]) -> FP8Config | None:
     """Read `quantization_config`: FP8 by its own method, or in the form of compressed-tensors.
 
-    Which layers are in FP8 is not read here: the dtype of each tensor tells.
+    Which layers are in FP8 is not read here: the dtype of each tensor tells. None: only keys and values were
+    calibrated.
     """
     method = config.get("quant_method", "unknown")
+    if method == "compressed-tensors" and config.get("kv_cache_scheme") and not config.get("config_groups"):
+        return None
     if method == "fp8":
         found = [(config.get("fmt", "e4m3"), config.get("weight_block_size"))]
     elif method == "compressed-tensors":

@@ -74,6 +74,7 @@ def facts_of(runtime: Runtime) -> list[object]:
         *(
             ready.device.partition(":")[0],
             ready.dtype,
+            config.kv_cache_dtype != "auto",
             ready.attention_backend,
             config.tp,
             config.deterministic,
