@@ -8,7 +8,6 @@ Without these processes the threads compile, and mostly wait for Python's lock.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from segue.errors import OutOfMemoryError
-from segue.host import free_cpu_memory
+from segue.host import free_cpu_memory, usable_cores
 from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
 from segue.kernels.launching import Launch, launched_by
 from segue.logs import logger
@@ -77,7 +76,7 @@ def end_processes() -> None:
 
 
 def _num_compilers(num_ranks: int) -> int:
-    return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    return min(_MAX_THREADS, max(1, usable_cores() // num_ranks))
 
 
 @contextmanager

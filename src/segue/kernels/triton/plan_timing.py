@@ -9,7 +9,6 @@ two. What the budget leaves no time for goes without a plan.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from segue.host import usable_cores
 from segue.kernels import gemm_plan, moe_plan
 from segue.kernels.gemm_plan import (
     ELEMENT,
@@ -292,7 +292,7 @@ class _UntilDeadline(Executor):
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        threads = max(1, min(16, len(os.sched_getaffinity(0))))
+        threads = min(16, usable_cores())
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="segue-compile")
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
