@@ -6,8 +6,10 @@ The tests of variants need Triton, but no GPU.
 from __future__ import annotations
 
 import ast
+import math
 import pickle
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -343,6 +345,45 @@ def test_a_lean_launch_is_triton_s_launch_without_hooks(
         assert run()[0][7] is knobs.runtime.launch_enter_hook
     for kernel in (step_inputs._gather_inputs, norm._add_rms_norm):
         kernel.device_caches.clear()
+
+
+def test_a_search_for_plans_waits_while_another_engine_s_launches_are_replaced(fake_cuda: None) -> None:
+    """Otherwise it would put back what the other engine has long stopped to use."""
+    from triton.runtime.jit import JITFunction
+
+    from segue.kernels.launching import launched_by
+    from segue.kernels.triton.plan_timing import _kernels
+
+    own, entered, leave = JITFunction.run, threading.Event(), threading.Event()
+
+    def compile(plan: Any, inputs: Any) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    task: Any = SimpleNamespace(run=compile)
+    search = threading.Thread(target=_kernels, args=(task, None, ()))
+    with launched_by(lambda launch: lambda *args, **options: launch(*args, **options)):
+        search.start()
+        entered.wait(0.1)
+    leave.set()
+    search.join(60)
+    assert entered.is_set() and JITFunction.run is own
+
+
+def test_processes_compile_the_kernels_of_plans_until_the_deadline(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.kernels import compilations
+    from segue.kernels.triton import plan_timing
+
+    jobs: list[str] = []
+    monkeypatch.setattr(compilations, "_processes", SimpleNamespace(compile=lambda job: jobs.append(job)))
+    monkeypatch.setattr(compilations, "missing_variant", lambda compile: compile())
+    for deadline, expected in ((math.inf, ["kernel"]), (0.0, [])):
+        jobs.clear()
+        with plan_timing._UntilDeadline(deadline) as compilers:
+            late = compilers.submit(lambda: "kernel").exception()
+        assert jobs == expected and isinstance(late, plan_timing._TooLateError) == (not expected)
 
 
 def test_a_kernel_is_made_ready_for_the_compiler_once(

@@ -204,12 +204,17 @@ def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: A
     return kernel
 
 
-def _load(compile: Callable[[], Any]) -> Any:
+def compiled(compile: Callable[[], Any]) -> Any:
+    """Return what Triton's `compile` returns, which a process has compiled if there are any for it."""
     processes = _processes
     if processes is not None:
         job = missing_variant(compile)
         _compiled_there.value = job is not None and processes.compile(job)
-    kernel = compile()
+    return compile()
+
+
+def _load(compile: Callable[[], Any]) -> Any:
+    kernel = compiled(compile)
     kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new
     return kernel
 
