@@ -196,10 +196,13 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(_load, compile)
 
 
-def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any) -> Any:
-    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again."""
-    kernel, known = submit(key, compile, finalize), getclosurevars(finalize).nonlocals
-    if "kernel_cache" in known:  # else this version of Triton is another one, and may do it itself
+def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any, *others: Any) -> Any:
+    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again.
+
+    Triton does the latter itself from version 3.7 on, and gives `others` from 3.9 on.
+    """
+    kernel, known = submit(key, compile, finalize, *others), getclosurevars(finalize).nonlocals
+    if "kernel_cache" in known:
         known["kernel_cache"].setdefault(known["key"], kernel)
     return kernel
 

@@ -153,7 +153,7 @@ def missing_variant(compile: Callable[[], Any]) -> Variant | None:
     """
     try:
         return _missing_variant(**getclosurevars(compile).nonlocals)
-    except (TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # if it is another one, the caller meets it, too
         logger.debug("no process compiles kernels, as Triton's compiler is an unknown one: %r", error)
         return None
 

@@ -315,7 +315,7 @@ def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
 
     The first candidates of all tasks come before the second ones: so at the deadline every task has some.
 
-    Returns the kernels of each plan of each task, which are Triton's, or futures of them.
+    Returns the kernels of each plan of each task, which are Triton's, or futures of them that are done.
     """
     inputs = [task.inputs() for task in tasks]
     kernels: list[list[list[Any]]] = [[] for _ in tasks]
@@ -338,8 +338,8 @@ def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
             """Take the place of a launch; other threads launch as ever."""
             is_own = threading.get_ident() == own
             kernel = launch(function, *args, warmup=warmup or is_own, **options)
-            if is_own:
-                kernels.append(kernel)
+            if is_own:  # the future itself, which Triton's own kernel may forget
+                kernels.append(getattr(kernel, "future", None) or kernel)
             return kernel
 
         return run
@@ -351,12 +351,12 @@ def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
 
 def _is_compiled(kernel: Any) -> bool:
     """Whether a kernel was compiled, now or earlier."""
-    return not isinstance(kernel, triton.FutureKernel) or kernel.kernel is not None
+    return not isinstance(kernel, Future) or kernel.exception() is None
 
 
 def _is_late(kernel: Any) -> bool:
     """Whether there was no time to compile a kernel."""
-    return isinstance(kernel, triton.FutureKernel) and isinstance(kernel.future.exception(), _TooLateError)
+    return isinstance(kernel, Future) and isinstance(kernel.exception(), _TooLateError)
 
 
 def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
