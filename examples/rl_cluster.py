@@ -50,8 +50,8 @@ from examples.training_loop import (
     write,
 )
 from segue.cluster.pod_process import PodProcess, TakeoverTimes
+from segue.host import usable_cores
 from segue.http_client import open_url
-from segue.launch.processes import usable_cores
 from segue.trainer import WeightSender
 from segue.trainer.endpoint import Endpoint
 

@@ -1,11 +1,11 @@
-"""Free memory is what the machine and the control groups leave."""
+"""Free memory and cores are what the machine and the control groups leave."""
 
 from pathlib import Path
 
 import pytest
 
 from segue.errors import OutOfMemoryError
-from segue.host import free_cpu_memory, keep_freed_memory
+from segue.host import cgroup_cores, free_cpu_memory, keep_freed_memory
 
 
 def _fake_root(root: Path, cgroup: str, files: dict[str, str], available_kib: int = 8_000_000) -> Path:
@@ -87,3 +87,20 @@ def test_a_machine_that_does_not_say_what_is_free_is_an_error(tmp_path):
 def test_keep_freed_memory_can_be_called_twice():
     keep_freed_memory()
     keep_freed_memory()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path) == cores

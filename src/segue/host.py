@@ -1,9 +1,10 @@
-"""The machine and this process on it: free memory, malloc, the garbage collector's heap."""
+"""The machine and this process on it: free memory and cores, malloc, the garbage collector's heap."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -84,6 +85,26 @@ def free_cpu_memory(root: Path = Path("/")) -> int:
             continue
         free += _free_in_cgroups(base, path, *names)
     return max(0, min(free))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use: its affinity, at most its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cores(Path("/sys/fs/cgroup"))
+    return max(1, min(cores, int(quota))) if quota else cores
+
+
+def cgroup_cores(root: Path) -> float | None:
+    """Return the CPU quota of a cgroup (version 2, else 1) in cores, or None if there is none."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
 
 
 def read_number(file: Path, name: str) -> int | None:

@@ -167,6 +167,11 @@ def test_it_says_what_it_lacks(package: Any, tmp_path: Path) -> None:
     package["flashinfer"].__version__ = "0.7.4"
     assert "flashinfer-python 0.7.4 is installed" in flashinfer.why_not()
     assert "install 'segue[flashinfer]'" in flashinfer.why_not()
+    del (
+        package["flashinfer.jit.env"].has_flashinfer_jit_cache,
+        package["flashinfer.jit.cpp_ext"].get_cuda_path,
+    )
+    assert "flashinfer-python 0.7.4 is installed" in flashinfer.why_not(), "it may have other functions"
 
 
 def test_no_cuda_toolkit_is_no_nvcc(package: Any) -> None:

@@ -139,7 +139,7 @@ def test_as_many_processes_compile_as_cores_and_memory_allow(
     monkeypatch.setattr(compilations.CompileProcesses, "fork", fork)
     monkeypatch.setattr(compilations, "can_compile", lambda: True)
     monkeypatch.setattr(compilations, "free_cpu_memory", lambda: free)
-    monkeypatch.setattr(compilations.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(compilations, "usable_cores", lambda: cores)
     compilations.start_processes(ranks)
     assert forked == ([] if expected is None else [expected])
     compilations.end_processes()
@@ -153,7 +153,7 @@ def test_where_no_process_can_be_forked_threads_compile(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compilations.CompileProcesses, "fork", fork)
     monkeypatch.setattr(compilations, "can_compile", lambda: True)
-    monkeypatch.setattr(compilations.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(compilations, "usable_cores", lambda: 2)
     compilations.start_processes(1)
     assert compilations._processes is None
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from segue.config import EngineConfig
+from segue.host import usable_cores
 from segue.launch.processes import (
     WORKER_COMMAND,
     WorkerProcesses,
-    cgroup_cores,
     touched_bytes,
-    usable_cores,
     worker_environment,
 )
 from segue.launch.run_dir import RunDir
@@ -124,23 +123,6 @@ def test_kernels_are_kept_without_texts_unless_the_user_wants_them(monkeypatch: 
 def test_a_users_own_threads_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert worker_environment(2)["OMP_NUM_THREADS"] == "7"
-
-
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-)
-def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cgroup_cores(tmp_path) == cores
 
 
 def test_killed_workers_are_gone_at_once_and_nobody_is_told(tmp_path: Path) -> None:

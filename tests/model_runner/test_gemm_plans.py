@@ -18,7 +18,7 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups
 from segue.distributed.info import TPInfo
 from segue.kernels.gemm_plan import ROWS, DeviceFacts
-from segue.kernels.plan_store import PlanCache, Plans
+from segue.kernels.plan_store import PlanCache, Plans, lookup
 from segue.model_runner.gemm_plans import model_gemms, plan_gemms, share
 from segue.models.config import ModelConfig
 from segue.models.decoder import build_model
@@ -98,6 +98,7 @@ class Search:
     """Stands for `kernels.triton.plan_timing`: finds PLANS, unless the cache has them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.late: list[Any] = []  # the tasks that there is no time for
         self.timed = 0
         self.used: list[Plans] = []
         launch = SimpleNamespace(device_facts=lambda: H200)
@@ -108,9 +109,9 @@ class Search:
         }.items():
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
 
-    def plan_tasks(self, gemms: Sequence[Any], known: Plans, device: DeviceFacts) -> list[str]:
+    def plan_tasks(self, gemms: Sequence[Any], known: Plans, device: DeviceFacts) -> list[Any]:
         assert gemms and device is H200
-        return [] if known else ["a task"]
+        return self.late if known else [SimpleNamespace(place=("4096x4096", "8", "split"))]
 
     def find_plans(self, gemms: Sequence[Any], cache: PlanCache) -> tuple[Plans, str]:
         self.timed += 1
@@ -140,10 +141,20 @@ def test_only_the_first_start_times_plans(search, tmp_path) -> None:
 
 def test_beside_an_engine_that_may_serve_nothing_is_timed(search, tmp_path) -> None:
     assert "another engine" in plan(tmp_path, may_time=False)
-    assert (search.timed, search.used) == (0, [{}])
+    assert (search.timed, search.used) == (0, [{"4096x4096": {"8": {"split": None}}}])
     plan(tmp_path)
     assert plan(tmp_path, may_time=False) == "all are stored or cached"
     assert search.used[-1] == PLANS
+
+
+@pytest.mark.parametrize("may_time", [True, False])
+def test_rows_that_there_is_no_time_for_do_not_take_the_plan_of_more_rows(search, tmp_path, may_time) -> None:
+    plan(tmp_path)
+    search.late = [SimpleNamespace(place=("4096x4096", "1", "split"))]
+    plan(tmp_path, may_time=may_time)
+    [used] = search.used[1:]
+    assert lookup([(used, "split")], "4096x4096", 1) is None
+    assert lookup([(used, "split")], "4096x4096", 2) == {"tma": True}
 
 
 def test_stored_plans_alone(search, tmp_path) -> None:

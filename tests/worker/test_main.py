@@ -1,10 +1,18 @@
-"""What rank 0 tells the frontend at the end of its start."""
+"""The end of a rank's start: what rank 0 tells the frontend, and that nothing of the start is left."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
+from segue.errors import ConfigError
 from segue.messages.control import GraphCost
+from segue.worker import main
 from segue.worker.main import _ready
 from tests.model_runner import making, tiny
 
@@ -16,3 +24,23 @@ def test_the_end_of_the_start_names_what_the_graphs_have_cost(tmp_path: Path) ->
     runner.graph_costs = {"decode": GraphCost(num_graphs=1, seconds=0.5, num_bytes=1 << 20)}
     assert _ready(runner, [], "both", None).graphs == runner.graph_costs
     runner.close()
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("no such model", param="model"), ValueError("odd")])
+def test_no_process_compiles_kernels_after_a_start_that_succeeds_or_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
+) -> None:
+    done: list[str] = []
+
+    def make(*_: Any) -> Any:
+        done.append("start")
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(main, "resolve_model", lambda _: None)
+    monkeypatch.setattr(main, "ModelRunner", make)
+    monkeypatch.setattr(main.compilations, "end_processes", lambda: done.append("end"))
+    outbox: Any = SimpleNamespace(send=lambda _: done.append("failed"))
+    started = main.start_runner(EngineConfig(model="m"), TPInfo(rank=0, size=1), tmp_path, outbox)
+    assert (started is None) == (error is not None)
+    assert done == ["start", *(["failed"] if error else []), "end"]

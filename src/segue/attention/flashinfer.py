@@ -40,7 +40,7 @@ Buffer = TypeVar("Buffer", Tensor, NDArray[np.int32])
 _VERSION = "0.6.15"  # whose functions have the arguments that `_Half` gives them, .post1 included
 _WORKSPACE = 128 << 20  # bytes for the partial results of split keys, as FlashInfer recommends
 _PLAN = 1 << 20  # bytes of a plan; FlashInfer says so if a step needs more
-_LENGTHS = 1 << 16  # int32 numbers, enough for the lengths of 16,000 sequences
+_LENGTHS = 1 << 16  # int32 numbers, enough for the lengths of 10,000 sequences
 _RING = 4  # plans on the host: one per step in flight, and one to spare
 _PROGRAMS_PER_SM = 2  # FlashInfer splits keys up to so many
 _NO_POSITIONS, _FULL, _CAUSAL, _NHD = 0, 0, 1, 0  # FlashInfer's codes
@@ -49,14 +49,15 @@ _NO_POSITIONS, _FULL, _CAUSAL, _NHD = 0, 0, 1, 0  # FlashInfer's codes
 def why_not() -> str:
     """Return why FlashInfer, which is installed, cannot be used on this machine: one clause, or ""."""
     import flashinfer
-    from flashinfer.jit.cpp_ext import get_cuda_path
-    from flashinfer.jit.env import has_flashinfer_jit_cache
 
     if flashinfer.__version__.partition(".post")[0] != _VERSION:
         return (
             f"flashinfer-python {flashinfer.__version__} is installed, whose plans may have other arguments "
             f"than those of {_VERSION}; {FLASHINFER.remedy}"
         )
+    from flashinfer.jit.cpp_ext import get_cuda_path
+    from flashinfer.jit.env import has_flashinfer_jit_cache
+
     if has_flashinfer_jit_cache():  # a package with compiled kernels
         return ""
     try:

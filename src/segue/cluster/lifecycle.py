@@ -16,7 +16,7 @@ from segue.cluster.progress import StartProgress, count_roles
 from segue.cluster.runner import ChildRunner
 from segue.cluster.supervisor import SupervisorRules
 from segue.errors import ChildStartError
-from segue.launch.processes import usable_cores
+from segue.host import usable_cores
 from segue.launch.run_dir import RunDir
 from segue.listener import bind, url_of
 from segue.server.http_server import on_signals

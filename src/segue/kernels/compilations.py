@@ -8,7 +8,6 @@ Without these processes the threads compile, and mostly wait for Python's lock.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from segue.errors import OutOfMemoryError
-from segue.host import free_cpu_memory
+from segue.host import free_cpu_memory, usable_cores
 from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
 from segue.kernels.launching import Launch, launched_by
 from segue.logs import logger
@@ -77,7 +76,7 @@ def end_processes() -> None:
 
 
 def _num_compilers(num_ranks: int) -> int:
-    return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    return min(_MAX_THREADS, max(1, usable_cores() // num_ranks))
 
 
 @contextmanager
@@ -197,20 +196,28 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(_load, compile)
 
 
-def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any) -> Any:
-    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again."""
-    kernel, known = submit(key, compile, finalize), getclosurevars(finalize).nonlocals
-    if "kernel_cache" in known:  # else this version of Triton is another one, and may do it itself
+def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: Any, *others: Any) -> Any:
+    """Queue a kernel, and have further launches find it, which would be made ready for the compiler again.
+
+    Triton does the latter itself from version 3.7 on, and gives `others` from 3.9 on.
+    """
+    kernel, known = submit(key, compile, finalize, *others), getclosurevars(finalize).nonlocals
+    if "kernel_cache" in known:
         known["kernel_cache"].setdefault(known["key"], kernel)
     return kernel
 
 
-def _load(compile: Callable[[], Any]) -> Any:
+def compiled(compile: Callable[[], Any]) -> Any:
+    """Return what Triton's `compile` returns, which a process has compiled if there are any for it."""
     processes = _processes
     if processes is not None:
         job = missing_variant(compile)
         _compiled_there.value = job is not None and processes.compile(job)
-    kernel = compile()
+    return compile()
+
+
+def _load(compile: Callable[[], Any]) -> Any:
+    kernel = compiled(compile)
     kernel._init_handles()  # as the first launch does, which would take as long again where a launcher is new
     return kernel
 

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,19 +93,19 @@ class CompileProcesses:
             self._waiting[number] = done
         try:
             self._connection.send(pickle.dumps((number, job)))
-        except OSError:  # they have ended, or the job is too long
+        except Exception as error:  # they have ended, or the job is too long, or has what cannot be sent
+            logger.debug("no other process compiles %s.%s: %r", job.module, job.name, error)
             return False
         return done.result()
 
     def close(self) -> None:
         """End the processes; jobs that they have are left to the callers."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # which kills the others, too
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
         self._end()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored, it may be gone
+            os.kill(self.pid, signal.SIGTERM)  # it ends the others, and waits for them
+            os.waitpid(self.pid, 0)
         if self._receiver is not None:
             self._receiver.join()
         self._connection.close()
@@ -153,7 +153,7 @@ def missing_variant(compile: Callable[[], Any]) -> Variant | None:
     """
     try:
         return _missing_variant(**getclosurevars(compile).nonlocals)
-    except (TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # if it is another one, the caller meets it, too
         logger.debug("no process compiles kernels, as Triton's compiler is an unknown one: %r", error)
         return None
 
@@ -196,6 +196,9 @@ def _serve(
 ) -> None:
     """What the first process does; it does not return."""
     end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGCHLD):  # whoever started the worker may ignore or block them
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if os.getppid() != parent:
         os._exit(0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -206,13 +209,39 @@ def _serve(
     if not connection.recv(1, socket.MSG_PEEK):  # it waits for work, and there was none
         os._exit(0)
     first = os.getpid()
+    pids: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda *_: _end_all(pids))
     for _ in range(count):
-        if os.fork() == 0:
+        if (pid := _fork()) == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             end_with_parent()
             if os.getppid() != first:
                 os._exit(0)
             _work(connection, work)
-    os.wait()  # none of them ends by itself
+        if pid is None:
+            break  # the others do the work
+        pids.add(pid)
+    pids.remove(os.wait()[0])  # none of them ends by itself before the worker has closed the connection
+    _end_all(pids)
+
+
+def _fork() -> int | None:
+    """Fork; None: there are too many processes."""
+    try:
+        return os.fork()
+    except OSError as error:
+        logger.debug("fewer processes compile kernels: %s", error)
+        return None
+
+
+def _end_all(pids: Iterable[int]) -> None:
+    """Kill these children, wait for all, and end: in a container nobody else might ever wait for them."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
     os._exit(1)
 
 

@@ -267,7 +267,7 @@ def candidates(
 
         def kernel(plan: GemmPlan, shape: GemmShape = shape) -> object:
             """Returns what tells the kernel of a plan from others; few rows have other launch options."""
-            return plan, shape.kind, shape.rows <= FEW_ROWS
+            return tile(plan), plan.splits > 1, shape.kind, shape.rows <= FEW_ROWS
 
         def rank(plan: GemmPlan, shape: GemmShape = shape) -> float:
             time = predict(plan, shape, device, constants)

@@ -210,6 +210,17 @@ def merge(first: Plans, second: Plans) -> Plans:
     }
 
 
+def without_plans(places: Iterable[tuple[str, str, str]]) -> Plans:
+    """Returns plans by which GEMMs with these keys, numbers of rows and kinds are left to the library.
+
+    Otherwise a plan that serves more rows would serve them, too.
+    """
+    found: Plans = {}
+    for key, rows, kind in places:
+        found.setdefault(key, {}).setdefault(rows, {})[kind] = None
+    return found
+
+
 def _digest(*values: object) -> str:
     """Returns a digest of values that JSON can express."""
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ import zmq
 
 from segue.children import describe_exit, import_path
 from segue.config import EngineConfig
-from segue.host import read_number
+from segue.host import read_number, usable_cores
 from segue.launch.run_dir import RunDir
 from segue.logs import logger
 
@@ -51,26 +51,6 @@ def worker_environment(num_workers: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
     } | os.environ
     return environment | import_path(environment)
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, at most its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cores(Path("/sys/fs/cgroup"))
-    return max(1, min(cores, int(quota))) if quota else cores
-
-
-def cgroup_cores(root: Path) -> float | None:
-    """Return the CPU quota of a cgroup (version 2, else 1) in cores, or None if there is none."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
 
 
 def touched_bytes(pids: Sequence[int]) -> int:

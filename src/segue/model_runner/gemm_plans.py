@@ -15,7 +15,7 @@ from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, Kind
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
-from segue.kernels.plan_store import PlanCache, Plans, source_digest
+from segue.kernels.plan_store import PlanCache, Plans, merge, source_digest, without_plans
 from segue.layers import moe_backend
 from segue.layers.blocks import Linear, RowParallelLinear
 from segue.model_runner.executor import free_garbage
@@ -62,6 +62,8 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
                 with cache.measuring(_WAIT_S):
                     plans, text = find_plans(gemms, cache)
                 free_garbage()
+        untimed = plan_tasks(gemms, plans, device_facts())
+        plans = merge(without_plans(task.place for task in untimed), plans)
     use_plans(share(plans, groups))
     return text
 

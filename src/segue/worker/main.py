@@ -125,7 +125,6 @@ def run_scheduler(
                 memory_usage={"weights": runner.weight_bytes, "kv_cache": runner.kv_bytes},
             )
             cost.warm_up()
-            compilations.end_processes()
             stack.enter_context(watched(runner.device, partial(_tell_compiled, sender, 0)))
             if not embedded:
                 freeze_heap()
@@ -168,6 +167,8 @@ def start_runner(
             error = EngineStartError(f"rank {tp.rank}: {type(error).__name__}: {error}")
         outbox.send(msgspec.msgpack.encode(StartFailed(type(error).__name__, error.message)))
         return None
+    finally:
+        compilations.end_processes()
 
 
 def _ready(runner: ModelRunner, steps: list[InitStep], role: Role, control_address: str | None) -> Ready:
@@ -254,7 +255,6 @@ def _run_follower(
             sender.send(RankJoined(rank=tp.rank, address=rank_address))
         memory = _released_memory(runner, served, sender)
         profiler = None if config.profile_dir is None else RankProfiler(runner, sender.send)
-        compilations.end_processes()
         with watched(runner.device, partial(_tell_compiled, sender, tp.rank)):
             follow(runner, updater, messages, sender.send, turn, mover, memory, profiler)
 

@@ -9,7 +9,6 @@ two. What the budget leaves no time for goes without a plan.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
-from segue.kernels import gemm_plan, moe_plan
+from segue.host import usable_cores
+from segue.kernels import compilations, gemm_plan, moe_plan
 from segue.kernels.gemm_plan import (
     ELEMENT,
     DeviceFacts,
@@ -33,6 +32,7 @@ from segue.kernels.gemm_plan import (
     choose_fastest,
     fewest_rows,
 )
+from segue.kernels.launching import Launch, launched_by
 from segue.kernels.model_gemm import ModelExperts, ModelGemm
 from segue.kernels.moe_plan import MoEPlan
 from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge, stored_plans
@@ -288,20 +288,20 @@ class _TooLateError(Exception):
 
 
 class _UntilDeadline(Executor):
-    """Runs work in threads; what begins after the deadline fails instead."""
+    """Compiles kernels; those whose turn comes after the deadline fail instead."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        threads = max(1, min(16, len(os.sched_getaffinity(0))))
+        threads = min(16, usable_cores())
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="segue-compile")
 
-    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `concurrent.futures.Executor.submit`."""
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        """Queue what Triton wants to be called in order to compile one kernel."""
 
         def run() -> Any:
             if time.monotonic() > self._deadline:
                 raise _TooLateError
-            return work(*args, **kwargs)
+            return compilations.compiled(compile)
 
         return self._threads.submit(run)
 
@@ -311,11 +311,11 @@ class _UntilDeadline(Executor):
 
 
 def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
-    """Compile the kernels of all candidates in threads; none begins after the deadline.
+    """Compile the kernels of all candidates, several at a time; none begins after the deadline.
 
     The first candidates of all tasks come before the second ones: so at the deadline every task has some.
 
-    Returns the kernels of each plan of each task, which are Triton's, or futures of them.
+    Returns the kernels of each plan of each task, which are Triton's, or futures of them that are done.
     """
     inputs = [task.inputs() for task in tasks]
     kernels: list[list[list[Any]]] = [[] for _ in tasks]
@@ -331,32 +331,32 @@ def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
 
 def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
     """Start to compile the kernels of a plan, and return them; none is launched."""
-    kernels, own, launch = [], threading.get_ident(), JITFunction.run
+    kernels, own = [], threading.get_ident()
 
-    def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        """Take the place of a launch; other threads launch as ever."""
-        is_own = threading.get_ident() == own
-        kernel = launch(function, *args, warmup=warmup or is_own, **options)
-        if is_own:
-            kernels.append(kernel)
-        return kernel
+    def compile_only(launch: Launch) -> Launch:
+        def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            """Take the place of a launch; other threads launch as ever."""
+            is_own = threading.get_ident() == own
+            kernel = launch(function, *args, warmup=warmup or is_own, **options)
+            if is_own:  # the future itself, which Triton's own kernel may forget
+                kernels.append(getattr(kernel, "future", None) or kernel)
+            return kernel
 
-    JITFunction.run = run
-    try:
+        return run
+
+    with launched_by(compile_only):
         task.run(plan, inputs)
-    finally:
-        JITFunction.run = launch
     return kernels
 
 
 def _is_compiled(kernel: Any) -> bool:
     """Whether a kernel was compiled, now or earlier."""
-    return not isinstance(kernel, triton.FutureKernel) or kernel.kernel is not None
+    return not isinstance(kernel, Future) or kernel.exception() is None
 
 
 def _is_late(kernel: Any) -> bool:
     """Whether there was no time to compile a kernel."""
-    return isinstance(kernel, triton.FutureKernel) and isinstance(kernel.future.exception(), _TooLateError)
+    return isinstance(kernel, Future) and isinstance(kernel.exception(), _TooLateError)
 
 
 def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
