@@ -33,9 +33,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture
 def runner(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
-    monkeypatch.setattr(
-        step_times, "MOST_S", math.inf
-    )  # a busy machine takes long for a tiny step
+    monkeypatch.setattr(step_times, "MOST_S", math.inf)  # a busy machine takes long for a tiny step
     runner = making.make_runner(llama[0], enable_laps_scheduler=True)
     yield runner
     runner.close()
