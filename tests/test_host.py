@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from segue.errors import OutOfMemoryError
-from segue.host import free_cpu_memory, keep_freed_memory
+from segue.host import free_cpu_memory, keep_freed_memory, num_cores
 
 
 def _fake_root(root: Path, cgroup: str, files: dict[str, str], available_kib: int = 8_000_000) -> Path:
@@ -87,3 +87,12 @@ def test_a_machine_that_does_not_say_what_is_free_is_an_error(tmp_path):
 def test_keep_freed_memory_can_be_called_twice():
     keep_freed_memory()
     keep_freed_memory()
+
+
+def test_cores_are_those_of_the_tightest_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(12))
+    files = {"sys/fs/cgroup/cpu.max": "max 100000\n"}
+    assert num_cores(_fake_root(tmp_path, "0::/a/b\n", files)) == 12
+    files = {"sys/fs/cgroup/a/cpu.max": "350000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "900000 100000\n"}
+    assert num_cores(_fake_root(tmp_path, "0::/a/b\n", files)) == 3
+    assert num_cores(_fake_root(tmp_path, "0::/a\n", {"sys/fs/cgroup/a/cpu.max": "50000 100000\n"})) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def free_cpu_memory(root: Path = Path("/")) -> int:
     return max(0, min(free))
 
 
+def num_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use at a time, by its affinity and its cgroups' quotas."""
+    cores = len(os.sched_getaffinity(0))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for group in () if controllers else _groups(root / "sys/fs/cgroup", path):  # those of version 2
+            quota, _, period = "".join(_lines(group / "cpu.max")[:1]).partition(" ")
+            if quota.isdecimal():  # "max": no limit
+                cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
 def read_number(file: Path, name: str) -> int | None:
     """Return the number in the line of `file` that begins with `name`; None if there is no such line."""
     for line in _lines(file):
@@ -106,19 +119,24 @@ def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, ca
     ``path`` is the group's, below the mount point ``base``. The names are those of the files with the limit
     and the usage, and of the entry for the file cache, which differ between cgroup versions.
     """
-    # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
-    # So every ancestor that exists counts, and the base always does.
-    group = base / path.lstrip("/")
     found = []
-    while True:
+    for group in _groups(base, path):
         limit, usage = ("".join(_lines(group / name)[:1]) for name in (limit_name, usage_name))
         if limit.isdecimal() and usage.isdecimal():  # "max": no limit
             # The kernel counts clean file cache as used, but frees it on demand.
             cache = read_number(group / "memory.stat", cache_name) or 0
             found.append(int(limit) - int(usage) + cache)
-        if group == base:
-            return found
-        group = group.parent
+    return found
+
+
+def _groups(base: Path, path: str) -> list[Path]:
+    """Return a cgroup and each group above it, up to the mount point ``base``.
+
+    The path is as the host sees it. In a container, the container's own group is often mounted at the base.
+    So every ancestor that exists counts, and the base always does.
+    """
+    relative = Path(path.lstrip("/"))
+    return [base / relative, *(base / parent for parent in relative.parents)]
 
 
 def _lines(file: Path) -> list[str]:
