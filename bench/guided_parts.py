@@ -66,10 +66,11 @@ def host_ms(tokenizer: LLTokenizer, schema: dict[str, Any], batch: int, size: in
 def processes_ms(vocabulary: GuidedVocabulary, schema: dict[str, Any], batch: int) -> dict[str, float]:
     """Return the median milliseconds of the phases of a step, without an engine, by the number of processes.
 
-    The two waits are what the caller sees: until the tokens are consumed, and until the masks are there.
+    The caller sees the two waits: until the tokens are consumed, and until the masks are there.
     """
     size = len(vocabulary.tokens)
-    params = SamplingParams(max_new_tokens=1, **guided_options(NativeSampling(json_schema=schema), {}))
+    spec = guided_options(NativeSampling(json_schema=schema), {})["grammar"]
+    params = SamplingParams(max_new_tokens=1, grammar=spec)
     rng, slots, found = np.random.default_rng(0), np.arange(batch), {}
     for count in (1, 2, 4, 6):
         table = MaskTable(batch, size, torch.device("cpu"), shared=True)
@@ -92,7 +93,10 @@ def processes_ms(vocabulary: GuidedVocabulary, schema: dict[str, Any], batch: in
             if step >= 8:
                 waits["until consumed"].append(consumed - began)
                 waits["until masks"].append(time.perf_counter() - began)
-        found |= {f"{name}, {count} processes": _ms(seconds) for name, seconds in waits.items()}
+        phases = matchers.median_ms()
+        each = {name: _ms(seconds) for name, seconds in waits.items()}
+        each |= {name: phases[name] for name in ("consume", "masks")}  # by the clock of the slowest process
+        found |= {f"{name}, {count} processes": ms for name, ms in each.items()}
         matchers.close()
         table.close()
     return found

@@ -331,15 +331,29 @@ def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
     assert [each.returncode for each in processes] == [0, 0]
 
 
-def test_without_a_process_no_guided_step_goes_on() -> None:
+@pytest.mark.parametrize("what", ["wait", "asleep", "put"])
+def test_guided_requests_fail_where_a_process_has_ended(what: str) -> None:
     descriptor, masks = shared_table()
-    made = ProcessMatchers(masks, descriptor, 1)
+    made = ProcessMatchers(masks, descriptor, 2)
     made.set_vocabulary(VOCABULARY)
-    put(made, 0, spec("regex", "a+"))
-    allowed(made, 0)
-    made._processes[0].kill()
-    with pytest.raises(RuntimeError, match="has ended by signal SIGKILL"):
-        made.take(np.array([0]), lambda: [TOKENS.index(b"a")]).result()  # type: ignore[union-attr]
+    for slot in (0, 1):
+        put(made, slot, spec("regex", "a+"))
+    assert not allowed(made, 0, 1).failures
+    made._processes[1].kill()
+    made._processes[1].wait()
+    if what == "asleep":
+        assert made._board is not None
+        made._board.asleep[1] = 1
+    taken = made.take(np.array([0, 1]), lambda: [TOKENS.index(b"a")] * 2)
+    if what != "put":
+        assert taken is not None and taken.result() == []
+    if what == "put":  # it ends with the messages to it
+        put(made, 3, spec("regex", "b" * 1000))
+    found = allowed(made, 0, 2, 1)
+    reason = "a process that follows grammars has ended by signal SIGKILL, perhaps because memory ran out"
+    assert found.failures == {0: reason, 2: reason}
+    put(made, 4, spec("regex", "b"))
+    assert allowed(made, 4).failures == {0: reason} and (made.allowed(np.array([4])).masks == -1).all()
     made.close()
 
 

@@ -53,6 +53,7 @@ class Serving:
             elif step > done[0]:
                 self._advance(int(done[0]) + 1)
             elif time.perf_counter() - worked_at < AWAKE_S:
+                os.sched_yield()  # where cores are scarce
                 continue
             else:
                 asleep[0] = 1

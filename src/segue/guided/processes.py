@@ -34,7 +34,7 @@ from segue.messages.guided import GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
 MOST, _CORES_EACH = 4, 4  # processes; the cores that the machine must have for each
-_SPIN_S = 300e-6  # a wait that takes longer lets others run
+_SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
 _END_S = 5.0  # for a process to end by itself
@@ -46,6 +46,10 @@ def count_for(device_type: str, cores: int) -> int:
     # On a CPU the steps have the cores. About the machine see `board`.
     has_use = device_type != "cpu" and platform.machine() == "x86_64"
     return min(MOST, cores // _CORES_EACH) if has_use else 0
+
+
+class _EndedError(Exception):
+    """A process has ended."""
 
 
 class _Taken:
@@ -86,12 +90,13 @@ class ProcessMatchers(Matchers):
         self._posted_at = 0.0
         self._lock = threading.RLock()
         self._board: Board | None = None  # None: there are no processes
+        self._lost = NO_VOCABULARY  # why there are none
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
 
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """See `Matchers.set_vocabulary`."""
-        if self._board is not None:
+        if self._processes:
             return
         size, words = self._masks.shape
         descriptor, tokens = boards.create(self._count, size), os.memfd_create("segue-vocabulary")
@@ -119,14 +124,13 @@ class ProcessMatchers(Matchers):
         self.forget([slot])
         if (spec := params.grammar) is None:
             return
-        if self._board is None:
+        self._last_guide += 1
+        begin = (slot, self._last_guide, spec.kind, spec.text, params.late_eos, list(outputs))
+        if (message := self._send(slot % self._count, begin)) is None:
             self._numbers[slot] = _LOST
             self._masks[slot] = -1
             return
-        self._last_guide += 1
-        self._numbers[slot], self._steps[slot] = self._last_guide, 0
-        begin = (slot, self._last_guide, spec.kind, spec.text, params.late_eos, list(outputs))
-        self._messages[slot] = self._send(slot % self._count, begin)
+        self._numbers[slot], self._steps[slot], self._messages[slot] = self._last_guide, 0, message
 
     def forget(self, slots: Sequence[int]) -> None:
         """See `Matchers.forget`."""
@@ -141,16 +145,19 @@ class ProcessMatchers(Matchers):
         if not len(rows):
             return None
         began = time.perf_counter()
-        guided = slots[rows]
-        failures = {row: NO_VOCABULARY for row in rows[self._numbers[guided] == _LOST].tolist()}
-        if (board := self._board) is not None:
-            step = int(self._steps[guided].max())
-            self._post(step)
-            self._await(board.done, step)
-            self._await_beginnings(guided)
-            self._note_times(step)
-            for row in rows[board.failed[guided] == self._numbers[guided]].tolist():
-                failures[row] = board.reason(slots[row])
+        guided, failures = slots[rows], dict[int, str]()
+        try:
+            if (board := self._board) is not None:
+                step = int(self._steps[guided].max())
+                self._post(step)
+                self._await(board.done, step)
+                self._await_beginnings(guided)
+                self._note_times(step)
+                for row in rows[board.failed[guided] == self._numbers[guided]].tolist():
+                    failures[row] = board.reason(slots[row])
+        except _EndedError:
+            self._give_up()
+        failures |= {row: self._lost for row in rows[self._numbers[guided] == _LOST].tolist()}
         self._waited_at = time.perf_counter()
         self._times["wait"].append(self._waited_at - began)
         return rows, failures
@@ -171,7 +178,7 @@ class ProcessMatchers(Matchers):
         return taken
 
     def close(self) -> None:
-        """End the processes; nothing may be asked for afterwards."""
+        """End the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -179,14 +186,18 @@ class ProcessMatchers(Matchers):
                 process.wait(_END_S)
             process.kill()
             process.wait()
-        self._connections, self._processes = [], []
+        self._connections, self._board = [], None
 
     def _consumed(self, taken: _Taken) -> list[int]:
         """Post the tokens of a step, unless that is done; returns its rows whose grammars are complete."""
-        self._post(taken.number)
-        if (board := self._board) is None:
+        try:
+            self._post(taken.number)
+            if (board := self._board) is None:
+                return []
+            self._await(board.consumed, taken.number)
+        except _EndedError:
+            self._give_up()
             return []
-        self._await(board.consumed, taken.number)
         assert taken.number > self._last_step - RING, "the line of the step is in use for another one"
         complete = board.complete[taken.number % RING, : len(taken.rows)]
         ended: list[int] = taken.rows[complete != 0].tolist()
@@ -208,21 +219,23 @@ class ProcessMatchers(Matchers):
                     self._posted_at = time.perf_counter()
                     self._times["tokens"].append(self._posted_at - taken.launched_at)
                     board.posted[0] = taken.number
+                self._pending.popleft()
+                if board is not None:
                     for index in board.asleep[:, 0].nonzero()[0].tolist():
                         self._send(index, ())  # wakes it
-                self._pending.popleft()
 
-    def _send(self, index: int, message: tuple[object, ...]) -> int:
-        """Send a message to a process; returns its number. A message may be too long to fit in the socket."""
-        assert self._board is not None
+    def _send(self, index: int, message: tuple[object, ...]) -> int | None:
+        """Send a message to a process; returns its number, or None if there are no processes."""
         with self._lock:
-            number = int(self._board.sent[index, 0]) + 1
-            self._board.sent[index, 0] = number
+            if (board := self._board) is None:
+                return None
+            number = int(board.sent[index, 0]) + 1
+            board.sent[index, 0] = number  # first: a long message fits into the socket only as it is read
             try:
                 self._connections[index].send_bytes(msgspec.msgpack.encode(message))
             except OSError:
-                self._check()
-                raise
+                self._give_up()
+                return None
         return number
 
     def _await(self, counters: NDArray[np.int64], least: int) -> None:
@@ -242,20 +255,30 @@ class ProcessMatchers(Matchers):
         began = checked = time.perf_counter()
         while not holds():
             now = time.perf_counter()
+            os.sched_yield()  # where cores are scarce
             if now - began > _SPIN_S:
                 time.sleep(_PAUSE_S)
             if now - checked > _CHECK_S:
                 checked = now
-                self._check()
+                if any(process.poll() is not None for process in self._processes):
+                    raise _EndedError
 
-    def _check(self) -> None:
-        """Raise an error if a process has ended: the places of its guides are lost."""
-        for process in self._processes:
-            if (code := process.poll()) is not None:
-                raise RuntimeError(
-                    f"a process that follows guided requests has ended {describe_exit(code)}, and their "
-                    "places in the grammars are lost; start the engine again; its log has the reason"
-                )
+    def _give_up(self) -> None:
+        """Let all guided requests fail, because a process has ended, and with it their places."""
+        with self._lock:
+            if self._board is None:
+                return
+            codes = [code for process in self._processes if (code := process.poll()) is not None]
+            self.close()
+            self._pending.clear()
+            self._numbers[self._numbers > 0] = _LOST
+            how = describe_exit(codes[0]) if codes else "early"
+            self._lost = f"a process that follows grammars has ended {how}"
+        logger.error(
+            "%s: guided requests fail from now on, and no others. Start the engine again; the log above may "
+            "have the reason",
+            self._lost,
+        )
 
     def _note_times(self, step: int) -> None:
         """Note how long the processes took for a step, unless that is done, or a later one is under way."""
