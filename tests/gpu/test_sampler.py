@@ -70,7 +70,11 @@ def _sample(device: str, logits: torch.Tensor, guided: bool = False, shared: boo
     assert state.page_table.data[:ROWS, 0].tolist() == slots
     if guided:  # after `apply`, which would give them the grammars
         state.matchers = Grammars(state.masks)
-    return Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
+    sampled = Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
+    if shared:  # the masks go with the state, and the device may still read them
+        torch.cuda.synchronize()
+        state.masks.close()
+    return sampled
 
 
 def test_non_finite_rows_have_no_token_as_on_the_cpu():

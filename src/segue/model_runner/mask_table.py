@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import numpy as np
 import torch
@@ -27,24 +28,22 @@ class MaskTable:
         """Allocate the masks; with `shared`, other processes can map them. Call `close` then."""
         shape = num_slots, ceil_div(vocab_size, 32)
         self.descriptor: int | None = None  # of memory that begins with the masks; None: it is not shared
-        self._locked: Tensor | None = None
+        self._free: weakref.finalize[..., MaskTable] | None = None
         if shared:
             self.descriptor, self.rows = _shared(shape)
-            if device.type == "cuda":
+            locks = device.type == "cuda"
+            if locks:
                 backing.lock(self.rows)
-                self._locked = self.rows
+            self._free = weakref.finalize(self, _free, self.descriptor, self.rows if locks else None)
+            self._free.atexit = False
         else:
             self.rows = backing.pinned(shape, torch.int32, device).fill_(-1)
         self.host: NDArray[np.int32] = self.rows.numpy()
 
     def close(self) -> None:
         """Let the memory go with the last tensor of it; no step may read it any more."""
-        if self._locked is not None:
-            backing.unlock(self._locked)
-            self._locked = None
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        if self._free is not None:
+            self._free()  # which happens once
 
 
 def _shared(shape: tuple[int, int]) -> tuple[int, Tensor]:
@@ -52,3 +51,9 @@ def _shared(shape: tuple[int, int]) -> tuple[int, Tensor]:
     descriptor = shared.create(num_bytes)
     rows = torch.frombuffer(shared.map_shared(descriptor, num_bytes), dtype=torch.int32)
     return descriptor, rows.view(shape).fill_(-1)
+
+
+def _free(descriptor: int, locked: Tensor | None) -> None:
+    os.close(descriptor)
+    if locked is not None:
+        backing.unlock(locked)
