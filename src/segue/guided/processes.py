@@ -107,7 +107,7 @@ class ProcessMatchers(Matchers):
             numbers = [theirs.fileno(), self._descriptor, descriptor, tokens, index, self._count, size, words]
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "segue.guided.process", *map(str, numbers)],
+                    [sys.executable, "-P", "-m", "segue.guided.process", *map(str, numbers)],
                     env={**os.environ, **import_path(os.environ)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=numbers[:4],
