@@ -37,7 +37,7 @@ from segue.api.guided import guided_options
 from segue.api.native import NativeSampling
 from segue.frontend.detokenizer import TokenTable
 from segue.guided import grammars
-from segue.guided.matchers import make_tokenizer
+from segue.guided.follower import make_tokenizer
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 
 NUM_SCHEMAS = 200
@@ -252,6 +252,7 @@ def main() -> int:
     if on_gpu:
         size = len(vocabulary.tokens)
         parts["the host alone"] = guided_parts.host_ms(make_tokenizer(vocabulary), TIMED, batch, size)
+        parts["processes alone"] = guided_parts.processes_ms(vocabulary, TIMED, batch)
         parts["the GPU alone"] = guided_parts.gpu_ms(batch, size)
     times = {name: quantiles(ms) for name, ms in timed.items() if ms}
     medians = {name: statistics.median(values) for name, values in steps.items()}

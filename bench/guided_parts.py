@@ -10,15 +10,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from segue.api.guided import guided_options
 from segue.api.native import NativeSampling
 from segue.guided.beginning import LIMITS
+from segue.guided.follower import Follower, Guide
 from segue.guided.grammars import to_llguidance
+from segue.guided.processes import ProcessMatchers
+from segue.messages.guided import GuidedVocabulary
+from segue.messages.requests import SamplingParams
+from segue.model_runner.mask_table import MaskTable
 
 REPEATS = 40
 PAUSE_S = 0.001  # between two repetitions, as between two steps: idle threads fall asleep
@@ -35,40 +42,70 @@ def host_ms(tokenizer: LLTokenizer, schema: dict[str, Any], batch: int, size: in
         matcher.consume_token(int(rng.choice(_allowed(masks[0], size))))
     matchers = [matcher.deep_copy() for _ in range(batch)]
     found = {}
-    for threads in (1, 2, 4, 8, None):
-        executor = LLExecutor(threads)
+    for threads in (0, 1, 2, 4):
+        executor = LLExecutor(threads) if threads else None
+        follower = Follower(masks, executor)
+        guides = [Guide(row, masks[row], late_eos=False, matcher=each) for row, each in enumerate(matchers)]
         consumed, computed = list[float](), list[float]()
         for _ in range(REPEATS):
-            executor.unsafe_compute_mask_ptr(
-                [(each, row) for row, each in enumerate(matchers)],
-                masks.ctypes.data,
-                masks.strides[0],
-                batch,
-            )
+            follower.fill(guides)
             tokens = [int(rng.choice(_allowed(masks[row], size))) for row in range(batch)]
             time.sleep(PAUSE_S)
             stamps = [time.perf_counter()]
-            for each, token in zip(matchers, tokens, strict=True):
-                each.consume_token(token)
+            follower.consume(list(enumerate(guides)), tokens)
             stamps.append(time.perf_counter())
-            executor.unsafe_compute_mask_ptr(
-                [(each, row) for row, each in enumerate(matchers)],
-                masks.ctypes.data,
-                masks.strides[0],
-                batch,
-            )
+            follower.fill(guides)
             stamps.append(time.perf_counter())
             consumed.append(stamps[1] - stamps[0])
             computed.append(stamps[2] - stamps[1])
-        found[f"masks, {threads or 'most'} threads"] = _ms(computed)
+        found[f"masks, {threads or 'no'} threads of llguidance"] = _ms(computed)
         found["consume"] = _ms(consumed)
+    return found
+
+
+def processes_ms(vocabulary: GuidedVocabulary, schema: dict[str, Any], batch: int) -> dict[str, float]:
+    """Return the median milliseconds of the phases of a step, without an engine, by the number of processes.
+
+    The caller sees the two waits: until the tokens are consumed, and until the masks are there.
+    """
+    size = len(vocabulary.tokens)
+    spec = guided_options(NativeSampling(json_schema=schema), {})["grammar"]
+    params = SamplingParams(max_new_tokens=1, grammar=spec)
+    rng, slots, found = np.random.default_rng(0), np.arange(batch), {}
+    for count in (1, 2, 4, 6):
+        table = MaskTable(batch, size, torch.device("cpu"), shared=True)
+        assert table.descriptor is not None
+        matchers = ProcessMatchers(table.host, table.descriptor, count)
+        matchers.set_vocabulary(vocabulary)
+        for slot in range(batch):
+            matchers.put(slot, params, ())
+        waits: dict[str, list[float]] = {"until consumed": [], "until masks": []}
+        for step in range(8 + REPEATS):  # the first ones lead into a string
+            matchers.wait(slots)
+            # What all rows allow, so that it takes less than the time after which processes sleep.
+            allowed = _allowed(np.bitwise_and.reduce(table.host), size)
+            tokens = rng.choice(allowed, batch if step >= 8 else 1).repeat(1 if step >= 8 else batch).tolist()
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+            taken = matchers.take(slots, partial(list, tokens))
+            assert taken is not None
+            taken.result()
+            consumed = time.perf_counter()
+            matchers.wait(slots)
+            if step >= 8:
+                waits["until consumed"].append(consumed - began)
+                waits["until masks"].append(time.perf_counter() - began)
+        phases = matchers.median_ms()
+        each = {name: _ms(seconds) for name, seconds in waits.items()}
+        each |= {name: phases[name] for name in ("consume", "masks")}  # by the clock of the slowest process
+        found |= {f"{name}, {count} processes": ms for name, ms in each.items()}
+        matchers.close()
+        table.close()
     return found
 
 
 def gpu_ms(batch: int, size: int) -> dict[str, float]:
     """Return the median milliseconds of the parts on the GPU."""
-    import torch
-
     from segue.kernels.triton.sampling import sample_plain
     from segue.memory.backing import to_device
     from segue.sampling.token_mask import forbid
@@ -121,8 +158,6 @@ def gpu_ms(batch: int, size: int) -> dict[str, float]:
 
 def _gpu_ms(work: Callable[[], object]) -> float:
     """Return the median milliseconds of work in a CUDA graph."""
-    import torch
-
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
             work()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from segue.errors import OutOfMemoryError
-from segue.host import cgroup_cores, free_cpu_memory, keep_freed_memory
+from segue.host import free_cpu_memory, keep_freed_memory, usable_cores
 
 
 def _fake_root(root: Path, cgroup: str, files: dict[str, str], available_kib: int = 8_000_000) -> Path:
@@ -89,18 +89,18 @@ def test_keep_freed_memory_can_be_called_twice():
     keep_freed_memory()
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-)
-def test_cgroup_quotas(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cgroup_cores(tmp_path) == cores
+def test_cores_are_those_of_the_tightest_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(12))
+    files = {"sys/fs/cgroup/cpu.max": "max 100000\n"}
+    assert usable_cores(_fake_root(tmp_path, "0::/a/b\n", files)) == 12
+    files = {"sys/fs/cgroup/a/cpu.max": "350000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "900000 100000\n"}
+    assert usable_cores(_fake_root(tmp_path, "0::/a/b\n", files)) == 3
+    assert usable_cores(_fake_root(tmp_path, "0::/a\n", {"sys/fs/cgroup/a/cpu.max": "50000 100000\n"})) == 1
+    v1 = "4:cpu,cpuacct:/x\n9:memory:/y\n"
+    files = {
+        "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "200000\n",
+        "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+    }
+    assert usable_cores(_fake_root(tmp_path / "v1", v1, files)) == 2
+    files["sys/fs/cgroup/cpu/x/cpu.cfs_quota_us"] = "-1\n"
+    assert usable_cores(_fake_root(tmp_path / "unlimited", v1, files)) == 12

@@ -87,24 +87,28 @@ def free_cpu_memory(root: Path = Path("/")) -> int:
     return max(0, min(free))
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, at most its cgroup's quota."""
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use at a time, by its affinity and its cgroups' quotas.
+
+    Args:
+        root: directory that contains `proc` and `sys`.
+    """
     cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cores(Path("/sys/fs/cgroup"))
-    return max(1, min(cores, int(quota))) if quota else cores
-
-
-def cgroup_cores(root: Path) -> float | None:
-    """Return the CPU quota of a cgroup (version 2, else 1) in cores, or None if there is none."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: one hierarchy for everything
+            limits = [_words(group / "cpu.max") for group in _groups(root / "sys/fs/cgroup", path)]
+        elif "cpu" in controllers.split(","):
+            limits = [
+                _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+                for group in _groups(root / "sys/fs/cgroup/cpu", path)
+            ]
+        else:
+            continue
+        for quota, period in (words for words in limits if len(words) == 2):
+            if quota.isdecimal():  # "max" and "-1": no limit
+                cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def read_number(file: Path, name: str) -> int | None:
@@ -127,19 +131,29 @@ def _free_in_cgroups(base: Path, path: str, limit_name: str, usage_name: str, ca
     ``path`` is the group's, below the mount point ``base``. The names are those of the files with the limit
     and the usage, and of the entry for the file cache, which differ between cgroup versions.
     """
-    # The path is as the host sees it. In a container, the container's own group is often mounted at the base.
-    # So every ancestor that exists counts, and the base always does.
-    group = base / path.lstrip("/")
     found = []
-    while True:
+    for group in _groups(base, path):
         limit, usage = ("".join(_lines(group / name)[:1]) for name in (limit_name, usage_name))
         if limit.isdecimal() and usage.isdecimal():  # "max": no limit
             # The kernel counts clean file cache as used, but frees it on demand.
             cache = read_number(group / "memory.stat", cache_name) or 0
             found.append(int(limit) - int(usage) + cache)
-        if group == base:
-            return found
-        group = group.parent
+    return found
+
+
+def _groups(base: Path, path: str) -> list[Path]:
+    """Return a cgroup and each group above it, up to the mount point ``base``.
+
+    The path is as the host sees it. In a container, the container's own group is often mounted at the base.
+    So every ancestor that exists counts, and the base always does.
+    """
+    relative = Path(path.lstrip("/"))
+    return [base / relative, *(base / parent for parent in relative.parents)]
+
+
+def _words(file: Path) -> list[str]:
+    """Return the words of a file; none if it cannot be read."""
+    return " ".join(_lines(file)).split()
 
 
 def _lines(file: Path) -> list[str]:

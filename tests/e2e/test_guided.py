@@ -19,9 +19,9 @@ import torch
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
 from segue.errors import InvalidRequestError
-from segue.guided.matchers import Guide
+from segue.guided.follower import Guide
 from segue.messages.control import PauseMode
-from segue.model_runner import runner
+from segue.model_runner import runner, startup
 from segue.model_runner.executor import CUDAStream
 from tests.conftest import WaitUntil
 from tests.e2e.engines import state, until
@@ -198,16 +198,20 @@ class HostStream(CUDAStream):
         return super().submit_halves(first, apart=apart)
 
 
+@pytest.mark.parametrize("processes", [0, 2])
 def test_outputs_are_the_same_where_sampling_is_launched_behind_the_next_plan(
-    engine: segue.Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    engine: segue.Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     params = [drawn(100, **guide) for guide in [*LONG, {}, {"regex": "[ab]{2}"}, {"top_k": 3}]]
     expected = engine.generate([*PROMPTS, *PROMPTS], params)
     monkeypatch.setattr(runner, "make_stream", HostStream)
+    monkeypatch.setattr(startup, "count_for", lambda *_: processes)
     with segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other:
         replies = other.generate([*PROMPTS, *PROMPTS], params)
         plain = other.generate(PROMPTS[0], drawn(30))
-    assert HostStream.num_apart > 90 and plain["output_ids"] == expected[3]["output_ids"][:30]
+        phases = other.get_server_info()["internal_states"][0]["guided_ms"]
+    assert HostStream.num_apart > 90 and list(phases) == ["tokens", "consume", "masks", "wait", "launch"]
+    assert plain["output_ids"] == expected[3]["output_ids"][:30]
     for reply, same in zip(replies, expected, strict=True):
         assert (reply["output_ids"], reason(reply)) == (same["output_ids"], reason(same))
 

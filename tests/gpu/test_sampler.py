@@ -44,7 +44,7 @@ class Grammars:
         return Allowed(rows=rows, masks=self._masks[slots[rows]], failures=failures)
 
 
-def _sample(device: str, logits: torch.Tensor, guided: bool = False):
+def _sample(device: str, logits: torch.Tensor, guided: bool = False, shared: bool = False):
     table = PageTable(max_running=ROWS, max_seq_len=64, page_size=4, scratch_page=99, device=device)
     state = BatchState(table, max_seq_len=64)
     new_slots = [
@@ -62,7 +62,7 @@ def _sample(device: str, logits: torch.Tensor, guided: bool = False):
         for slot, kind in enumerate(KINDS[i % len(KINDS)] for i in range(ROWS))
     ]
     if guided:
-        state.masks = MaskTable(len(table.data), VOCAB, state.device)
+        state.masks = MaskTable(len(table.data), VOCAB, state.device, shared=shared)
     slots, flags = list(range(ROWS)), [True] * ROWS
     pages = [(slot, 0, [slot]) for slot in slots]
     state.apply(StepPlan(1, new_slots, pages, 0, slots, [0] * ROWS, [20] * ROWS, [1] * ROWS, flags, "full"))
@@ -70,7 +70,11 @@ def _sample(device: str, logits: torch.Tensor, guided: bool = False):
     assert state.page_table.data[:ROWS, 0].tolist() == slots
     if guided:  # after `apply`, which would give them the grammars
         state.matchers = Grammars(state.masks)
-    return Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
+    sampled = Sampler(state).sample(logits.to(device), np.array(slots), np.full(ROWS, 20), "full")
+    if shared:  # the masks go with the state, and the device may still read them
+        torch.cuda.synchronize()
+        state.masks.close()
+    return sampled
 
 
 def test_non_finite_rows_have_no_token_as_on_the_cpu():
@@ -96,11 +100,12 @@ def test_tokens_and_logprobs_are_those_of_the_cpu():
     torch.testing.assert_close(found.logprobs.chosen.cpu(), expected.logprobs.chosen, atol=1e-4, rtol=1e-4)
 
 
-def test_guided_rows_draw_what_their_masks_allow_as_on_the_cpu():
+@pytest.mark.parametrize("shared", [False, True])
+def test_guided_rows_draw_what_their_masks_allow_as_on_the_cpu(shared):
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     expected, found = (
         _sample("cpu", logits.clone(), guided=True),
-        _sample("cuda", logits.clone(), guided=True),
+        _sample("cuda", logits.clone(), guided=True, shared=shared),
     )
     tokens = found.tokens.cpu()
     assert (tokens == expected.tokens).float().mean() > 0.98

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
+import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import pytest
 
+from segue.guided.follower import NO_VOCABULARY
 from segue.guided.matchers import Allowed, Matchers
+from segue.guided.processes import ProcessMatchers, count_for
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
@@ -72,12 +77,35 @@ def table() -> np.ndarray:
     return np.random.default_rng(0).integers(-(2**31), 2**31, (10, (SIZE + 31) // 32)).astype(np.int32)
 
 
-@pytest.fixture
-def matchers() -> Iterator[Matchers]:
-    made = Matchers(table())
-    made.set_vocabulary(GuidedVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS]))
+VOCABULARY = GuidedVocabulary(tokens=TOKENS, special_ids=[0, 1], eos_ids=[EOS])
+
+
+def shared_table() -> tuple[int, np.ndarray]:
+    """The same in memory that other processes can map, and its descriptor."""
+    masks = table()
+    descriptor = os.memfd_create("masks")
+    os.ftruncate(descriptor, masks.nbytes)
+    shared = np.frombuffer(mmap.mmap(descriptor, masks.nbytes), dtype=np.int32).reshape(masks.shape)
+    shared[:] = masks
+    return descriptor, shared
+
+
+@pytest.fixture(scope="module", params=["thread", "processes"])
+def made(request: pytest.FixtureRequest) -> Iterator[Matchers]:
+    if request.param == "thread":
+        made = Matchers(table())
+    else:
+        descriptor, masks = shared_table()
+        made = ProcessMatchers(masks, descriptor, 2)
+    made.set_vocabulary(VOCABULARY)
     yield made
     made.close()
+
+
+@pytest.fixture
+def matchers(made: Matchers) -> Iterator[Matchers]:
+    yield made
+    made.forget(range(10))
 
 
 def put(
@@ -111,7 +139,7 @@ def test_a_mask_has_exactly_the_tokens_that_the_language_allows(
     matchers: Matchers, grammar: GrammarSpec, texts: set[str]
 ) -> None:
     language, rng, exact = {text.encode() for text in texts}, random.Random(1), 0
-    for _ in range(20):
+    for _ in range(12):
         put(matchers, 3, grammar)
         text = b""
         while True:
@@ -180,12 +208,8 @@ def test_rows_whose_grammars_are_complete_are_known_with_their_token(matchers: M
         put(matchers, slot, spec("regex", regex))
     a, slots = TOKENS.index(b"a"), np.array([3, 0, 1, 2, 9])
     complete = matchers.take(slots, lambda: [a] * 5)
-    assert complete is not None and complete.result(60) == [1]
+    assert complete is not None and complete.result() == [1]
     assert matchers.take(np.array([9]), lambda: [a]) is None
-    broken = matchers.take(slots, lambda: [][0])
-    assert broken is not None and isinstance(broken.exception(10), IndexError)
-    with pytest.raises(IndexError):
-        allowed(matchers, 3)
 
 
 def test_a_late_eos_waits_until_nothing_else_is_left(matchers: Matchers) -> None:
@@ -238,3 +262,104 @@ def test_without_its_vocabulary_only_guided_requests_fail() -> None:
     put(made, 0, spec("regex", "a"))
     assert allowed(made, 0).failures == {0: "the vocabulary of this model cannot be used for it"}
     made.close()
+
+
+def test_a_step_whose_tokens_cannot_be_read_is_an_error_for_all_who_need_them() -> None:
+    descriptor, masks = shared_table()
+    for made in (Matchers(table()), ProcessMatchers(masks, descriptor, 1)):
+        put(made, 3, spec("regex", "a"))  # a step before the vocabulary is known, as at the start
+        assert (
+            allowed(made, 3).failures == {0: NO_VOCABULARY}
+            and (made.allowed(np.array([3])).masks == -1).all()
+        )
+        before = made.take(np.array([3]), lambda: [9])
+        assert before is not None and before.result() == []
+        made.set_vocabulary(VOCABULARY)
+        put(made, 3, spec("regex", "a+"))
+        allowed(made, 3)
+        broken = made.take(np.array([3]), lambda: [][0])
+        assert broken is not None
+        with pytest.raises(IndexError):
+            broken.result()
+        with pytest.raises(IndexError):
+            allowed(made, 3)
+        made.close()
+
+
+def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
+    """Also where they have fallen asleep, and where slots are given to other requests."""
+    descriptor, masks = shared_table()
+    made, rng = ProcessMatchers(masks, descriptor, 2), random.Random(0)
+    made.set_vocabulary(VOCABULARY)
+    texts, alone = dict[int, bytes](), {b"".join(each) for each in itertools.product([b"a", b"b"], repeat=5)}
+    for step in range(100):
+        for slot in rng.sample(range(10), 2) if step % 3 == 0 else ():
+            if rng.random() < 0.3:
+                made.forget([slot])
+                texts.pop(slot, None)
+            else:
+                put(made, slot, spec("regex", "[ab]{5}"), (TOKENS.index(b"b"),))
+                texts[slot] = b"b"
+        slots = rng.sample(range(10), 7)
+        found = made.allowed(np.array(slots))
+        guided = [slot for slot in slots if slot in texts]
+        if found is None:
+            assert not guided
+            continue
+        assert [slots[row] for row in found.rows.tolist()] == guided and not found.failures
+        tokens = dict[int, int]()
+        for slot, mask in zip(guided, found.masks, strict=True):
+            assert tokens_of(mask) == expected(alone, texts[slot])
+            tokens[slot] = TOKENS.index(rng.choice([b"a", b"b"])) if len(texts[slot]) < 5 else EOS
+        drawn = [tokens.get(slot, 9) for slot in slots]
+        taken = made.take(np.array(slots), partial(list, drawn))
+        for slot, token in tokens.items():
+            texts[slot] += TOKENS[token] if token != EOS else b""
+        if rng.random() < 0.5:
+            assert taken is not None
+            complete = [row for row, slot in enumerate(slots) if tokens.get(slot, EOS) != EOS]
+            assert taken.result() == [row for row in complete if len(texts[slots[row]]) == 5]
+        if step == 60:
+            board = made._board
+            assert board is not None
+            deadline = time.monotonic() + 60
+            while not board.asleep[:, 0].all():
+                assert time.monotonic() < deadline, "they do not fall asleep"
+                time.sleep(0.005)
+    processes = list(made._processes)
+    made.close()
+    assert [each.returncode for each in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["wait", "asleep", "put"])
+def test_guided_requests_fail_where_a_process_has_ended(what: str) -> None:
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 2)
+    made.set_vocabulary(VOCABULARY)
+    for slot in (0, 1):
+        put(made, slot, spec("regex", "a+"))
+    assert not allowed(made, 0, 1).failures
+    made._processes[1].kill()
+    made._processes[1].wait()
+    if what == "asleep":
+        assert made._board is not None
+        made._board.asleep[1] = 1
+    taken = made.take(np.array([0, 1]), lambda: [TOKENS.index(b"a")] * 2)
+    if what != "put":
+        assert taken is not None and taken.result() == []
+    if what == "put":  # it ends with the messages to it
+        put(made, 3, spec("regex", "b" * 1000))
+    found = allowed(made, 0, 2, 1)
+    reason = "a process that follows grammars has ended by signal SIGKILL, perhaps because memory ran out"
+    assert found.failures == {0: reason, 2: reason}
+    put(made, 4, spec("regex", "b"))
+    assert allowed(made, 4).failures == {0: reason} and (made.allowed(np.array([4])).masks == -1).all()
+    made.close()
+
+
+def test_there_are_processes_where_cores_are_left_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert [count_for("cuda", cores) for cores in (2, 4, 16, 64)] == [0, 1, 4, 4]
+    assert count_for("cpu", 64) == 0
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert count_for("cuda", 64) == 0

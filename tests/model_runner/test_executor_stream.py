@@ -1,11 +1,13 @@
 """Streams: work runs in order, and never after a failure; what takes long holds nobody up."""
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from segue.model_runner.executor import ComputeStream, CUDAStream
+from segue.model_runner.executor import ComputeStream, CUDAStream, ForwardOutput
 
 
 @pytest.fixture
@@ -125,6 +127,20 @@ def test_on_cuda_the_second_half_is_launched_before_what_is_submitted_next(cuda_
         "7",
     ]
     assert seen == [(name, 7) for name in names]
+
+
+def test_a_step_is_read_before_the_rest_of_the_next_one_which_waits_for_its_tokens(cuda_stream):
+    seen = []
+    outputs = []
+    for name in ("1", "2"):
+        step = SimpleNamespace(result=partial(seen.append, f"result of {name}"), is_ready=lambda: True)
+        rest = lambda name=name, step=step: seen.append(f"rest of {name}") or step  # noqa: E731
+        pending = cuda_stream.submit_halves(lambda rest=rest: rest, apart=True)
+        outputs.append(ForwardOutput(pending, cuda_stream.finish))
+    assert outputs[0].ready()
+    outputs[0].result()
+    outputs[1].result()
+    assert seen == ["rest of 1", "result of 1", "rest of 2", "result of 2"]
 
 
 def test_on_cuda_a_half_that_fails_ends_its_future_and_all_later_work(cuda_stream):

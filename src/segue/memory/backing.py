@@ -52,14 +52,21 @@ def page_locked(num_bytes: int) -> Tensor:
     """Return pinned zeros of exactly this size, for gigabytes; call `unlock` before they are freed."""
     raw = pageable(num_bytes)
     if num_bytes:
-        raw.zero_()  # faults the pages in now, instead of under the driver's lock
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostRegister(raw.data_ptr(), num_bytes, 0))
+        lock(raw.zero_())
     return raw
 
 
+def lock(touched: Tensor) -> None:
+    """Make memory of the host pinned; call `unlock` before it is freed.
+
+    Its pages must have been touched, else they come into being under the driver's lock.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostRegister(touched.data_ptr(), touched.nbytes, 0))
+
+
 def unlock(locked: Tensor) -> None:
-    """Make the memory of `page_locked` pageable, so that it can be freed."""
+    """Make the memory of `page_locked` or `lock` pageable, so that it can be freed."""
     if locked.numel():
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostUnregister(locked.data_ptr()))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import AttentionBackend, Context
+from segue.guided.matchers import CompleteRows
 from segue.kvcache.pool import KVPool
 from segue.messages.requests import TokenLogprob
 from segue.messages.steps import EagerReason, StepPlan, StepResult
@@ -177,7 +178,7 @@ class DeviceStepResult:
     finished: float = 0.0  # seconds of the monotonic clock, on a CPU; 0: the step ends with `copy_done`
     failures: dict[int, str] = field(default_factory=dict)  # index into `next_tokens_host` -> why
     # of the indices whose grammars are complete; it comes soon after the tokens. None: no row is guided
-    complete: Future[list[int]] | None = None
+    complete: CompleteRows | None = None
     graph: str | None = None  # the kind of the graph that was replayed
     eager: EagerReason | None = "disabled"  # why the step ran without a graph; None: a graph was replayed
     padded_tokens: int = 0
@@ -196,6 +197,8 @@ class DeviceStepResult:
     def result(self) -> StepResult:
         """Wait for the copy and return the result for the scheduler."""
         tokens = self.tokens()
+        # First, as the next masks may be computed from then on.
+        complete = [] if self.complete is None else self.complete.result()
         logprobs: list[TokenLogprob | None] | None = None
         if self.logprobs is not None:
             logprobs = [None] * len(tokens)
@@ -214,7 +217,7 @@ class DeviceStepResult:
             eager=self.eager,
             padded_tokens=self.padded_tokens,
             failures=self.failures,
-            complete=[] if self.complete is None else self.complete.result(),
+            complete=complete,
         )
 
 
@@ -227,7 +230,7 @@ class ForwardOutput:
 
     def ready(self) -> bool:
         """Whether :meth:`result` would return at once."""
-        self.finish()
+        self._finish()
         return self.pending.done() and self.pending.result().is_ready()
 
     def queue_behind(self) -> None:
@@ -235,15 +238,20 @@ class ForwardOutput:
 
         For a step on a CPU the thread waits. For a step on CUDA only the thread's current stream does.
         """
-        self.finish()
+        self._finish()
         result = self.pending.result()
         if result.copy_done is not None:
             result.copy_done.wait()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result, or raise the error of the step."""
-        self.finish()
+        self._finish()
         return self.pending.result().result()
+
+    def _finish(self) -> None:
+        """Launch what is left of this step, and not of the next, which waits for this one's tokens."""
+        if not self.pending.done():
+            self.finish()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

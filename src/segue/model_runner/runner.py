@@ -173,6 +173,7 @@ class ModelRunner:
         self._stream.close()
         if self._startup.matchers is not None:
             self._startup.matchers.close()
+        self._startup.free_masks()
         descriptor, self.kv_descriptor = self.kv_descriptor, None
         if descriptor is not None:  # it would keep the memory after the end of an embedded engine
             os.close(descriptor)

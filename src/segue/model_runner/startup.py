@@ -19,7 +19,8 @@ from segue.config import EngineConfig
 from segue.distributed.groups import all_devices_have_peer_access, connect
 from segue.distributed.info import TPInfo
 from segue.guided.matchers import Matchers
-from segue.host import free_cpu_memory, keep_freed_memory
+from segue.guided.processes import ProcessMatchers, count_for
+from segue.host import free_cpu_memory, keep_freed_memory, usable_cores
 from segue.kvcache.page_table import PageTable
 from segue.laps.cost import StepTime
 from segue.logs import logger
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from segue.model_runner.cuda_executor import CUDAExecutor
 
 _EAGER = "none: steps run eagerly"
-# They compute the masks of guided requests, beside a GPU. Simple grammars need one for 64 rows in a step.
-MASK_THREADS = 8
 
 Made = tuple[int, str]  # the bytes that a step has allocated, and what it says about itself
 
@@ -77,6 +76,7 @@ class Startup:
     run_dir: Path  # for the rendezvous of all ranks
     step_times: Sequence[StepTime] = ()  # none without LAPS, which needs them most
     matchers: Matchers | None = None  # of guided requests
+    _masks: MaskTable | None = None  # that they write
     on_bytes: Callable[[int, int], None] | None = None  # while weights are loaded: bytes so far and in all
     on_kernels: Callable[[int, int], None] | None = None  # while kernels are compiled: as `on_bytes`
 
@@ -282,10 +282,18 @@ class Startup:
         self._state = BatchState(page_table, limits.max_seq_len)
         if self.tp.rank == 0:  # only it samples
             slots, vocab_size = len(page_table.data), self.source.config.vocab_size
-            masks = self._state.masks = MaskTable(slots, vocab_size, self.resolved.device)
-            threads = 1 if self._on_cpu else MASK_THREADS  # on a CPU the steps have the cores
-            self.matchers = self._state.matchers = Matchers(masks.host, threads)
+            processes = count_for(self.resolved.device.type, usable_cores())
+            self._masks = masks = MaskTable(slots, vocab_size, self.resolved.device, shared=processes > 0)
+            self.matchers = Matchers(masks.host)
+            if masks.descriptor is not None:
+                self.matchers = ProcessMatchers(masks.host, masks.descriptor, processes)
+            self._state.masks, self._state.matchers = masks, self.matchers
         return page_table.data.nbytes + self._state.token_pool.nbytes, ""
+
+    def free_masks(self) -> None:
+        """Free the masks of guided requests, when no step runs any more."""
+        if self._masks is not None:
+            self._masks.close()
 
     def _make_backend(self) -> Made:
         self._backend = self.selection.make(self._shape, self.kv)
