@@ -102,5 +102,5 @@ def test_cores_are_those_of_the_tightest_quota(tmp_path, monkeypatch):
         "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
     }
     assert usable_cores(_fake_root(tmp_path / "v1", v1, files)) == 2
-    files[f"{group}_quota_us"] = "-1\n"
+    files["sys/fs/cgroup/cpu/x/cpu.cfs_quota_us"] = "-1\n"
     assert usable_cores(_fake_root(tmp_path / "unlimited", v1, files)) == 12
