@@ -379,12 +379,14 @@ def test_processes_compile_the_kernels_of_plans_until_the_deadline(
     from segue.kernels.triton import plan_timing
 
     jobs: list[str] = []
-    monkeypatch.setattr(compilations, "_processes", SimpleNamespace(compile=lambda job: jobs.append(job)))
+    processes = SimpleNamespace(compile=jobs.append, count=3)
+    monkeypatch.setattr(compilations, "_processes", processes)
     monkeypatch.setattr(compilations, "missing_variant", lambda compile: compile())
     for deadline, expected in ((math.inf, ["kernel"]), (0.0, [])):
         jobs.clear()
         with plan_timing._UntilDeadline(deadline) as compilers:
             late = compilers.submit(lambda: "kernel").exception()
+            assert compilers._threads._max_workers == 3, "no job waits for a process beyond the deadline"
         assert jobs == expected and isinstance(late, plan_timing._TooLateError) == (not expected)
 
 

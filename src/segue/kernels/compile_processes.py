@@ -49,9 +49,10 @@ class Variant:
 class CompileProcesses:
     """The processes of one worker. Any of its threads may use them."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, count: int) -> None:
         """Take what :meth:`fork` has made."""
         self.pid = pid  # of the first process
+        self.count = count  # of those that compile
         self._connection = connection
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[bool]] | None = {}  # by the number of the job; None: they have ended
@@ -78,7 +79,7 @@ class CompileProcesses:
             finally:
                 os._exit(1)
         theirs.close()
-        return cls(ours, pid)
+        return cls(ours, pid, count)
 
     def compile(self, job: Variant) -> bool:
         """Compile a kernel to the cache on disk; False: the caller has to do it, and learns why it fails."""
