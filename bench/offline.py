@@ -32,9 +32,7 @@ from segue.checkpoint.source import resolve
 from segue.config import EngineConfig
 from segue.errors import ConfigError
 
-if (
-    TYPE_CHECKING
-):  # it needs torch and transformers, which this process would otherwise load before its engine
+if TYPE_CHECKING:  # it imports torch and transformers, and the engine is to start before that
     from bench.rescore import Produced, Score
 
 RESCORED = 4  # requests of each kind of call

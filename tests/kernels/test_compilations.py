@@ -134,7 +134,7 @@ def test_as_many_processes_compile_as_cores_and_memory_allow(
 
     def fork(count: int) -> Any:
         forked.append(count)
-        return SimpleNamespace(close=lambda: closed.append(count))
+        return SimpleNamespace(close=lambda: closed.append(count), count=count)
 
     monkeypatch.setattr(compilations.CompileProcesses, "fork", fork)
     monkeypatch.setattr(compilations, "can_compile", lambda: True)
@@ -142,6 +142,7 @@ def test_as_many_processes_compile_as_cores_and_memory_allow(
     monkeypatch.setattr(compilations, "usable_cores", lambda: cores)
     compilations.start_processes(ranks)
     assert forked == ([] if expected is None else [expected])
+    assert compilations.most_at_once() == (expected or min(16, cores))
     compilations.end_processes()
     compilations.end_processes()
     assert closed == forked

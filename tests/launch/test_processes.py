@@ -113,11 +113,17 @@ def test_cores_are_shared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert worker_environment(10 * cores)["OMP_NUM_THREADS"] == "1"
 
 
-def test_kernels_are_kept_without_texts_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_STORE_BINARY_ONLY", raising=False)
-    assert worker_environment(1)["TRITON_STORE_BINARY_ONLY"] == "1"
-    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "0")
-    assert worker_environment(1)["TRITON_STORE_BINARY_ONLY"] == "0"
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [("TRITON_STORE_BINARY_ONLY", "1", "0"), ("CUDA_MODULE_LOADING", "LAZY", "EAGER")],
+)
+def test_kernels_are_kept_without_texts_and_loaded_when_needed_unless_the_user_wants_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, ours: str, theirs: str
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    assert worker_environment(1)[name] == ours
+    monkeypatch.setenv(name, theirs)
+    assert worker_environment(1)[name] == theirs
 
 
 def test_a_users_own_threads_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:

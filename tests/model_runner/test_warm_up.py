@@ -268,10 +268,12 @@ def test_kernels_are_compiled_and_not_launched(
     assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
 
 
+@pytest.mark.parametrize("has_code_per_kernel", [True, False])
 def test_a_process_compiles_what_the_cache_on_disk_lacks(
-    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_code_per_kernel: bool
 ) -> None:
     from triton import knobs
+    from triton.backends.nvidia import driver
     from triton.compiler import CompiledKernel
 
     from segue.kernels import compilations
@@ -287,6 +289,12 @@ def test_a_process_compiles_what_the_cache_on_disk_lacks(
         knobs.compilation.listener = listener
         return True
 
+    launchers: list[Any] = []
+    monkeypatch.setattr(driver, "CudaLauncher", lambda *kernel: launchers.append(kernel))
+    if has_code_per_kernel:
+        monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    else:
+        monkeypatch.delattr(driver, "make_launcher", raising=False)
     monkeypatch.setattr(compilations, "_processes", SimpleNamespace(compile=compile))
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: None)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
@@ -296,7 +304,7 @@ def test_a_process_compiles_what_the_cache_on_disk_lacks(
         with compilations.compiled_together(torch.device("cpu")) as found:
             step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
         assert (found.compiled, found.loaded) == expected
-    assert [job.name for job in jobs] == ["_gather_inputs"]
+    assert [job.name for job in jobs] == ["_gather_inputs"] and len(launchers) == has_code_per_kernel
     step_inputs._gather_inputs.device_caches.clear()
 
 
@@ -379,12 +387,14 @@ def test_processes_compile_the_kernels_of_plans_until_the_deadline(
     from segue.kernels.triton import plan_timing
 
     jobs: list[str] = []
-    monkeypatch.setattr(compilations, "_processes", SimpleNamespace(compile=lambda job: jobs.append(job)))
+    processes = SimpleNamespace(compile=jobs.append, count=3)
+    monkeypatch.setattr(compilations, "_processes", processes)
     monkeypatch.setattr(compilations, "missing_variant", lambda compile: compile())
     for deadline, expected in ((math.inf, ["kernel"]), (0.0, [])):
         jobs.clear()
         with plan_timing._UntilDeadline(deadline) as compilers:
             late = compilers.submit(lambda: "kernel").exception()
+            assert compilers._threads._max_workers == 3, "no job waits for a process beyond the deadline"
         assert jobs == expected and isinstance(late, plan_timing._TooLateError) == (not expected)
 
 

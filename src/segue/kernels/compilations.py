@@ -207,6 +207,11 @@ def _submit_once(submit: Callable[..., Any], key: Any, compile: Any, finalize: A
     return kernel
 
 
+def most_at_once() -> int:
+    """Return how many threads should call :func:`compiled`: with more, kernels would wait for a process."""
+    return _num_compilers(1) if _processes is None else _processes.count
+
+
 def compiled(compile: Callable[[], Any]) -> Any:
     """Return what Triton's `compile` returns, which a process has compiled if there are any for it."""
     processes = _processes

@@ -49,9 +49,10 @@ class Variant:
 class CompileProcesses:
     """The processes of one worker. Any of its threads may use them."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, count: int) -> None:
         """Take what :meth:`fork` has made."""
         self.pid = pid  # of the first process
+        self.count = count  # of those that compile
         self._connection = connection
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[bool]] | None = {}  # by the number of the job; None: they have ended
@@ -78,7 +79,7 @@ class CompileProcesses:
             finally:
                 os._exit(1)
         theirs.close()
-        return cls(ours, pid)
+        return cls(ours, pid, count)
 
     def compile(self, job: Variant) -> bool:
         """Compile a kernel to the cache on disk; False: the caller has to do it, and learns why it fails."""
@@ -179,16 +180,17 @@ def _missing_variant(src: Any, options: Any, target: Any, env_vars: Any, **_: An
 
 
 def compile_variant(job: Variant) -> None:
-    """Compile a kernel to the cache on disk, and the C code that launches it."""
+    """Compile a kernel to the cache on disk, and the C code that launches it, where there is some."""
     import triton
-    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.backends.nvidia import driver
     from triton.compiler import ASTSource
 
     function = getattr(importlib.import_module(job.module), job.name)
     source = ASTSource(function, job.signature, job.constants, job.attrs)
     kernel = triton.compile(source, target=job.target, options=job.options)
-    with suppress(Exception):  # the worker does it when it loads the kernel, and tells of the error
-        CudaLauncher(kernel.src, kernel.metadata)
+    if hasattr(driver, "make_launcher"):  # newer versions have no code per kernel, and would ask the device
+        with suppress(Exception):  # the worker does it when it loads the kernel, and tells of the error
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _serve(

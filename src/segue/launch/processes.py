@@ -48,6 +48,8 @@ def worker_environment(num_workers: int) -> dict[str, str]:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         # Triton would also keep five texts of each kernel, and read them at each start: half of its loading.
         "TRITON_STORE_BINARY_ONLY": "1",
+        # torch sets it, too, but a worker calls the driver before that; old drivers load all kernels at once.
+        "CUDA_MODULE_LOADING": "LAZY",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // num_workers)),
     } | os.environ
     return environment | import_path(environment)

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from segue.host import usable_cores
 from segue.kernels import compilations, gemm_plan, moe_plan
 from segue.kernels.gemm_plan import (
     ELEMENT,
@@ -292,8 +291,7 @@ class _UntilDeadline(Executor):
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        threads = min(16, usable_cores())
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="segue-compile")
+        self._threads = ThreadPoolExecutor(compilations.most_at_once(), thread_name_prefix="segue-compile")
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         """Queue what Triton wants to be called in order to compile one kernel."""
