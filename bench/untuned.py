@@ -1,21 +1,17 @@
 """Measures decode steps of models whose GEMMs are in no stored table, with and without plans found at start.
 
-    python -m bench.untuned [MODEL …] [--modes auto stored] [--prefetched 0 8 16]
+    python -m bench.untuned [MODEL …] [--modes auto stored]
 
 The models have dummy weights. Each is started three times: with plans and empty caches of kernels and plans,
 without plans (`--gemm-plans stored`), where cuBLAS computes what has no stored plan, and with plans again,
 for which the caches are filled now. It shows each decode step beside its roofline, and how long each start
 took until it was ready, from `Engine(…)` on. Then it times each GEMM of the model alone, with its plan and by
 cuBLAS, for the fewest and the most rows that the plan serves.
-
-With `--prefetched`, steps of few rows are measured again in this process, for so many MiB of a weight that
-the L2 cache loads while the kernel before is running (`kernels.triton.gemm.PREFETCHED_BYTES`).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -96,12 +92,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
-FEW = (1, 2, 8)  # rows of the steps that prefetching is for
 BARS = {1: 0.80, 256: 0.78}  # shares of the roofline; the first one for models of at least 4B
 
 
 @contextmanager
-def started(name: str, caches: Path, mode: str, *, embedded: bool = False) -> Iterator[tuple[Engine, float]]:
+def started(name: str, caches: Path, mode: str) -> Iterator[tuple[Engine, float]]:
     """Yield an engine of a model, and the seconds until it was ready."""
     directory = caches / name
     directory.mkdir(exist_ok=True)
@@ -116,13 +111,11 @@ def started(name: str, caches: Path, mode: str, *, embedded: bool = False) -> It
         max_running_requests=256,
         cache_dir=str(caches / "segue"),
         gemm_plans=mode,
-        embedded=embedded,
-        memory_ratio=0.3 if embedded else 0.88,  # several may follow one another in this process
     ) as engine:
         yield engine, time.perf_counter() - began
 
 
-def decode_steps(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[int, float]:
+def decode_steps(engine: Engine) -> dict[int, float]:
     """Return the milliseconds of a decode step by its number of rows.
 
     The prompts of a measurement are the same each time, and its first round caches them: so both of the times
@@ -130,7 +123,7 @@ def decode_steps(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[int, flo
     """
     rng = random.Random(0)
     found = {}
-    for rows in numbers:
+    for rows in ROWS:
         prompts = [suite.draw_prompt(rng, PROMPT) for _ in range(rows)]
 
         def seconds(tokens: int, prompts: list[list[int]] = prompts) -> float:
@@ -204,7 +197,7 @@ def in_gemms(times: Sequence[dict[str, Any]], rows: int) -> float:
     return sum((gemm["plan, us"] or gemm["cuBLAS, us"]) * gemm["layers"] for gemm in each.values()) / 1e3
 
 
-def measure(name: str, modes: Sequence[str], prefetched: Sequence[int]) -> dict[str, Any]:
+def measure(name: str, modes: Sequence[str]) -> dict[str, Any]:
     """Return the figures of one model."""
     found: dict[str, Any] = {"roofline, ms": rooflines(ModelConfig.from_hf(MODELS[name])), "ready, s": {}}
     with tempfile.TemporaryDirectory() as path:
@@ -220,17 +213,6 @@ def measure(name: str, modes: Sequence[str], prefetched: Sequence[int]) -> dict[
                 print(f"{title}: {found[f'GEMM plans, {title}']}; ms: {found[f'{title}, ms']}", flush=True)
         kept = [json.loads(file.read_text())["plans"] for file in caches.glob("segue/plans/*.json")]
         found["GEMMs"] = plan_times(name, kept[0] if kept else {})
-        for mebibytes in prefetched:
-            import torch
-
-            from segue.kernels.triton import gemm
-
-            gc.collect()
-            torch.cuda.empty_cache()
-            gemm.PREFETCHED_BYTES = mebibytes << 20
-            with started(name, caches, modes[0], embedded=True) as (engine, _):
-                found[f"{mebibytes} MiB prefetched, ms"] = steps = decode_steps(engine, FEW)
-                print(f"{mebibytes} MiB prefetched, ms: {steps}", flush=True)
     return found
 
 
@@ -239,13 +221,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--modes", nargs="+", default=["auto", "stored"], help="of --gemm-plans")
-    parser.add_argument("--prefetched", nargs="*", type=int, default=[], help="MiB, see above")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(MODELS)}")
     results = {}
     for name in args.models or MODELS:
-        results[name] = found = measure(name, args.modes, args.prefetched)
+        results[name] = found = measure(name, args.modes)
         bounds, titles = found["roofline, ms"], [*args.modes, f"{args.modes[0]}, warm"]
         report.show(
             f"{name}: ms per decode step; ready in {found['ready, s']} s",

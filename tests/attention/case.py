@@ -18,8 +18,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 class Case:
     """Sequences with known keys and values, scattered over a pool that is NaN everywhere else.
 
-    With `scales` the pool is in FP8, with these scales of keys and values, and `keys` and `values` are what
-    it holds.
+    With `scales` the pool is in FP8, with these scales of keys and values. Then `keys` and `values` are what it
+    holds, rounded to `dtype`, and `exact` is what it holds.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Case:
         self.keys = [normal(kv, kv_heads) for kv in kv_lens]
         self.values = [normal(kv, kv_heads) for kv in kv_lens]
         self.queries = [normal(q, kv_heads * group) for q in q_lens]
+        self.exact: list[tuple[Tensor, Tensor]] = []  # keys and values of a pool in FP8, for the oracle
         self.shape = AttentionShape(
             num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim, scale=0.4
         )
@@ -77,6 +78,8 @@ class Case:
             slots = table.kv_slots(torch.full((kv,), row, device=device), torch.arange(kv, device=device))
             rows = pool.token_rows(slots)
             self.keys[row], self.values[row] = pool.write(self.layer, rows, self.keys[row], self.values[row])
+            if scales is not None:
+                self.exact.append(self._stored(pool, rows))
         self.ctx = Context.build(
             input_ids=torch.zeros(sum(q_lens), dtype=torch.int64, device=device),
             slots=list(range(len(q_lens))),
@@ -87,6 +90,13 @@ class Case:
             kv=pool,
             backend=make(self.shape, pool),
         )
+
+    def _stored(self, pool: KVPool, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of some rows, without the rounding to the model's dtype of those in FP8."""
+        sizes = (-1, *self.keys[0].shape[1:])
+        parts = zip((pool.key_rows, pool.value_rows), pool.scales[self.layer], strict=True)
+        key, value = (part[self.layer][rows].cpu().double().view(sizes) * scale for part, scale in parts)
+        return key, value
 
     def run(self) -> Tensor:
         new = [
@@ -108,10 +118,11 @@ class Case:
         return self.ctx.backend.forward(torch.cat(self.queries), key, value, self.layer, self.ctx)
 
     def check(self) -> None:
+        pairs = self.exact or [(k.cpu(), v.cpu()) for k, v in zip(self.keys, self.values, strict=True)]
         expected = torch.cat(
             [
-                attend(q.cpu(), k.cpu(), v.cpu(), self.shape.scale)
-                for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
+                attend(q.cpu(), keys, values, self.shape.scale)
+                for q, (keys, values) in zip(self.queries, pairs, strict=True)
             ]
         )
         tolerance = TOLERANCE[self.queries[0].dtype]

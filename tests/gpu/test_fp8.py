@@ -123,7 +123,7 @@ def test_with_kv_in_fp8_chunks_and_cached_prefixes_change_no_bit(tmp_path: Path)
         with segue.Engine(**common, **options, deterministic=True, embedded=True) as engine:
             for _ in range(repeat):
                 found = engine.generate(
-                    input_ids=[making.prompt(300, seed=i) for i in range(5)],
+                    input_ids=[making.prompt(200, seed=i) for i in range(5)],
                     sampling_params={"max_new_tokens": 30, "temperature": 0.0},
                     return_logprob=True,
                 )

@@ -152,20 +152,6 @@ def test_a_plan_has_to_be_faster_for_the_fewest_rows_that_it_serves(cache, monke
     assert asked == {33, 64}
 
 
-@pytest.mark.parametrize("plan", [GemmPlan(True, 16, 64, 128, 3, 4, 4), GemmPlan(False, 16, 32, 64, 1, 4, 8)])
-def test_prefetching_a_weight_changes_no_bit(plan, monkeypatch) -> None:
-    from segue.kernels.triton import gemm
-
-    x, weight = (torch.randn(rows, 2560, device="cuda").to(torch.bfloat16) for rows in (5, 1280))
-    results = []
-    for prefetched in (0, 1 << 20, 1 << 30):  # none, some, and all of it
-        monkeypatch.setattr(gemm, "PREFETCHED_BYTES", prefetched)
-        results.append(gemm.run(plan, x, weight, None, torch.bfloat16))
-    assert all(torch.equal(result, results[0]) for result in results)
-    whole = results[0].sum(0) if plan.splits > 1 else results[0].double()
-    assert (whole - x.double() @ weight.double().T).abs().max() < 1.0
-
-
 def test_experts_get_plans(no_plans, cache) -> None:
     from segue.kernels.model_gemm import ModelExperts
     from segue.kernels.moe_plan import TOKENS, MoEPlan

@@ -28,7 +28,6 @@ from segue.errors import ConfigError
 from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, tile
 from segue.kernels.plan_store import found_plans, lookup, stored_plans
 from segue.kernels.triton.launch import (
-    EARLY,
     device_facts,
     launch_options,
     pdl_launch_dependents,
@@ -37,8 +36,6 @@ from segue.kernels.triton.launch import (
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
-# What the L2 cache loads of a weight while the kernel before is running, where the next one starts EARLY.
-PREFETCHED_BYTES = 0
 
 
 @triton.jit
@@ -73,39 +70,15 @@ def grouped_tile(tile, num_rows, size, BM: tl.constexpr, BN: tl.constexpr, GROUP
     return (group * GROUP_M + within % group_m) * BM, within // group_m * BN
 
 
-@triton.jit
-def prefetch_rows(rows, num_bytes, BN: tl.constexpr, THREADS: tl.constexpr):
-    """Let the L2 cache load the first `num_bytes` of BN rows; `rows(BN)` are their pointers.
-
-    Each thread asks for a piece of one row. Pieces are multiples of 16 bytes.
-    """
-    pieces: tl.constexpr = THREADS // BN if THREADS > BN else 1
-    piece = tl.cdiv(num_bytes, 16 * pieces) * 16
-    first = tl.arange(0, pieces)[:, None] * piece
-    at = rows.to(tl.int64)[None, :] + first
-    size = tl.minimum(tl.maximum(num_bytes - first, 0), piece) + tl.zeros_like(at).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """{ .reg .pred some; setp.gt.s32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
-        "=r,l,r",
-        [at, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows", "prefetched"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
     x,
     weight,
-    weight_rows,
     bias,
     out,
     num_rows,
     size,
     depth,
-    prefetched,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -115,16 +88,14 @@ def _gemm(
     SWAP: tl.constexpr,
     GATED: tl.constexpr,
     GROUP_M: tl.constexpr,
-    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute one tile of a GEMM, or with SPLIT of one of its split-K partials; see `run`.
 
-    `x` and `weight` are TMA descriptors if TMA, else pointers; `weight_rows` is the pointer to the weight.
-    With PDL == EARLY the L2 cache loads `prefetched` bytes of each row of it before the wait. With SWAP the
-    accumulator is transposed, so that rows of the weight fill the tensor cores' rows. GATED, always with
-    SWAP, pairs BN / 2 rows of the gate with those of the up projection, and stores half as many columns. With
-    GROUP_M, `grouped_tile` assigns the tiles.
+    `x` and `weight` are TMA descriptors if TMA, else pointers. With SWAP the accumulator is transposed, so
+    that rows of the weight fill the tensor cores' rows. GATED, always with SWAP, pairs BN / 2 rows of the
+    gate with those of the up projection, and stores half as many columns. With GROUP_M, `grouped_tile`
+    assigns the tiles.
     """
     if GROUP_M:
         first_m, first_n = grouped_tile(tl.program_id(0), num_rows, size, BM, BN, GROUP_M)
@@ -144,9 +115,6 @@ def _gemm(
         k = first_k + tl.arange(0, BK)
         weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
         tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
-    if PDL == EARLY:
-        rows = weight_rows + n.to(tl.int64) * depth + first_k
-        prefetch_rows(rows, tl.minimum(prefetched, length * 2), BN, 32 * WARPS)
     pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     for k in tl.range(0, length, BK, num_stages=STAGES):
@@ -207,13 +175,11 @@ def run(
     _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
         weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
-        weight_rows=weight,
         bias=bias,
         out=out,
         num_rows=num_rows,
         size=size,
         depth=depth,
-        prefetched=PREFETCHED_BYTES // (num_columns * plan.splits) // 16 * 16,
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
@@ -223,7 +189,6 @@ def run(
         SWAP=plan.swap,
         GATED=gated,
         GROUP_M=plan.group_m,
-        WARPS=plan.warps,
         **launch_options(plan.warps, None if plan.group_m else num_rows),
     )
     return out
