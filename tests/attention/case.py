@@ -18,8 +18,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 class Case:
     """Sequences with known keys and values, scattered over a pool that is NaN everywhere else.
 
-    With `scales` the pool is in FP8, with these scales of keys and values. Then `keys` and `values` are what it
-    holds, rounded to `dtype`, and `exact` is what it holds.
+    With `scales` the pool is in FP8, with these scales of keys and values. Then `exact` is what it holds, and
+    `keys` and `values` are that, rounded to `dtype`.
     """
 
     def __init__(
