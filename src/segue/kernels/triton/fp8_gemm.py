@@ -2,7 +2,7 @@
 
 For few rows the time is that of reading the weight, which takes half as long as in bfloat16. The kernel here
 turns the weight to the dtype of the activations in registers, and multiplies by the scales once the products
-are summed. So activations are not quantized. Its tiles were not measured, and it has not run on a GPU yet.
+are summed. So activations are not quantized. Its tiles were not tuned.
 
 For many rows and a large weight the time is that of the multiplications. There the tokens are quantized too,
 each by its greatest value, and `torch._scaled_mm` multiplies in FP8. Devices, shapes and scales that it does
