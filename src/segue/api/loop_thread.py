@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -63,9 +63,12 @@ class LoopThread:
         """Run a coroutine on the thread's loop, and wait for its result; an interrupted wait cancels it."""
         future = self.submit(coroutine)
         try:
-            while not wait((future,), SIGNAL_POLL_S).done:
-                pass
-            return future.result()
+            while True:
+                try:
+                    return future.result(SIGNAL_POLL_S)
+                except TimeoutError:
+                    if future.done():  # by now, or with a TimeoutError of its own
+                        return future.result()
         except BaseException:
             future.cancel()
             raise

@@ -283,5 +283,7 @@ def query_blocks(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[n
     counts = -(-lens // per_block)  # each sequence's number of blocks, rounded up
     sequences = np.repeat(np.arange(first, first + len(lens)), counts)
     # Each block's index among the blocks of its sequence.
-    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    return np.stack([sequences, within * per_block], axis=1).astype(np.int32)
+    within = np.arange(len(sequences)) - np.repeat(counts.cumsum() - counts, counts)
+    blocks = np.empty((len(sequences), 2), dtype=np.int32)
+    blocks[:, 0], blocks[:, 1] = sequences, within * per_block
+    return blocks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,13 +76,13 @@ class DeviceInputs:
         self._backend = backend
         self._dummy = state.page_table.dummy_slot
         # Three counts; then slots, positions and indices of the tokens that sample.
-        self._header_sizes = [3, max_slots, max_slots, max_slots]
-        self._header_size = sum(map(_aligned, self._header_sizes))
+        self._header_sizes = 3, max_slots, max_slots, max_slots
+        self._header_size = _slices(self._header_sizes)[1]
         max_blocks = max(self.max_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
         largest = StepShape(
             tokens=max_tokens, decode=max_slots, sequences=max_slots, blocks=max_blocks, logits=max_slots
         )
-        size = self._header_size + max(sum(map(_aligned, _sizes(largest))), 3 * _aligned(max_slots))
+        size = self._header_size + max(_slices(_sizes(largest))[1], 3 * _aligned(max_slots))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
         self._staged = backing.pinned((RING, size), torch.int32, state.device).zero_()
         header = _split(self._buffer, self._header_sizes)
@@ -166,7 +168,7 @@ class DeviceInputs:
             per_block = self._backend.queries_per_block(shape.tokens)
             blocks = query_blocks([*plan.lens, shape.tokens - count], plan.num_decode, per_block)
             _fill(views.blocks, blocks.ravel(), -1)  # -1: no block
-        self._copy(ring_index, self._header_size + sum(map(_aligned, _sizes(shape))))
+        self._copy(ring_index, self._header_size + _slices(_sizes(shape))[1])
         self._plan(views, shape, plan.num_decode)
         if shape.prompt_len:
             slots, kv_lens, _ = self._grid[shape]
@@ -284,7 +286,7 @@ class DeviceInputs:
 
     def _rows(self, buffer: Buffer, size: int) -> list[Buffer]:
         """Return the slots, positions and lengths of a decode step of `size` slots."""
-        return _split(buffer[self._header_size :], [size] * 3)
+        return _split(buffer[self._header_size :], (size,) * 3)
 
     def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Launch the kernel that reads each token's id and finds its row in the KV pool: both int64 `[T]`.
@@ -307,17 +309,24 @@ class DeviceInputs:
         self._buffer[:size].copy_(self._staged[ring_index, :size], non_blocking=True)
 
 
-def _sizes(shape: StepShape) -> list[int]:
+def _sizes(shape: StepShape) -> tuple[int, ...]:
     """Return the sizes of `_Views`; the dummy request is one more sequence."""
     slots = shape.sequences + 1
-    return [shape.tokens, shape.tokens, slots, slots, slots + 1, 1, 2 * shape.blocks]
+    return shape.tokens, shape.tokens, slots, slots, slots + 1, 1, 2 * shape.blocks
 
 
-def _split(buffer: Buffer, sizes: list[int]) -> list[Buffer]:
+def _split(buffer: Buffer, sizes: tuple[int, ...]) -> list[Buffer]:
     """Return consecutive slices, each aligned to 16 bytes: Triton compiles a kernel for each alignment."""
-    starts = np.cumsum([0, *map(_aligned, sizes)]).tolist()
-    assert starts[-1] <= len(buffer), (starts, len(buffer))
-    return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    slices, end = _slices(sizes)
+    assert end <= len(buffer), (sizes, len(buffer))
+    return [buffer[each] for each in slices]
+
+
+@lru_cache(maxsize=4096)
+def _slices(sizes: tuple[int, ...]) -> tuple[list[slice], int]:
+    """Return where the parts of a buffer are, and where the last one ends, its padding included."""
+    starts = [0, *accumulate(map(_aligned, sizes))]
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)], starts[-1]
 
 
 def _aligned(size: int) -> int:
