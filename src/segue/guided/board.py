@@ -42,6 +42,10 @@ class Board:
         # By slot: the guide that has failed last, and why.
         self.failed, self._lengths, self._reasons = made["failed"], made["lengths"], made["reasons"]
 
+    def begin_behind(self, step: int) -> None:
+        """Let all processes, which have not started yet, be done with this step."""
+        self.posted[:] = self.consumed[:] = self.done[:] = step
+
     def fail(self, slot: int, guide: int, reason: str) -> None:
         """Note why a slot's guide cannot go on."""
         encoded = reason.encode("utf-8", "replace")[:_REASON_BYTES]
