@@ -287,8 +287,10 @@ def test_a_step_whose_tokens_cannot_be_read_is_an_error_for_all_who_need_them() 
         made.close()
 
 
-def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
+def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they have fallen asleep, and where slots are given to other requests."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     descriptor, masks = shared_table()
     made, rng = ProcessMatchers(masks, descriptor, 2), random.Random(0)
     made.set_vocabulary(VOCABULARY)
@@ -328,6 +330,8 @@ def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
                 time.sleep(0.005)
     running = made._running
     assert running is not None
+    tasks = [os.listdir(f"/proc/{each.pid}/task") for each in running.processes]
+    assert list(map(len, tasks)) == [1, 1], "a process has threads that do nothing"
     for connection in running.connections:  # as when the worker ends
         connection.close()
     assert [each.wait(60) for each in running.processes] == [0, 0]

@@ -41,6 +41,7 @@ _SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
 _RESTARTS = RestartRule()
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts one per core, which do nothing
 _NO_GUIDE, _LOST = 0, -1  # numbers of guides: the slot has none; it has one that no process knows
 
 
@@ -88,7 +89,7 @@ class _Running:
                     self.processes.append(
                         subprocess.Popen(
                             [sys.executable, "-P", "-m", "segue.guided.process", *map(str, numbers)],
-                            env={**os.environ, **import_path(os.environ)},
+                            env={**os.environ, **import_path(os.environ), **_ONE_THREAD},
                             stdin=subprocess.DEVNULL,
                             pass_fds=numbers[:4],
                         )
