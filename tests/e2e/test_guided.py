@@ -18,8 +18,9 @@ import torch
 
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
-from segue.errors import InvalidRequestError
+from segue.errors import GuidedOutputError, InvalidRequestError
 from segue.guided.follower import Guide
+from segue.guided.processes import _Running
 from segue.messages.control import PauseMode
 from segue.model_runner import runner, startup
 from segue.model_runner.executor import CUDAStream
@@ -214,6 +215,30 @@ def test_outputs_are_the_same_where_sampling_is_launched_behind_the_next_plan(
     assert plain["output_ids"] == expected[3]["output_ids"][:30]
     for reply, same in zip(replies, expected, strict=True):
         assert (reply["output_ids"], reason(reply)) == (same["output_ids"], reason(same))
+
+
+def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
+    engine: segue.Engine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [drawn(100, **LONG[0]), drawn(100)]
+    expected = engine.generate(PROMPTS[:2], params)
+    gate = hold_here(tmp_path / "steps", monkeypatch)
+    monkeypatch.setattr(runner, "make_stream", HostStream)
+    monkeypatch.setattr(startup, "count_for", lambda *_: 2)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other,
+    ):
+        gate.close_after(10)
+        guided, plain = (pool.submit(other.generate, PROMPTS[row], params[row]) for row in range(2))
+        until(other, running_batch_size=2)
+        (running,) = (each for each in gc.get_objects() if type(each) is _Running and not each.exit_codes())
+        running.processes[0].kill()
+        gate.open()
+        with pytest.raises(GuidedOutputError, match="a process that follows grammars has ended by signal"):
+            guided.result()
+        again = other.generate(PROMPTS[0], params[0])
+    assert [again["output_ids"], plain.result()["output_ids"]] == [each["output_ids"] for each in expected]
 
 
 @pytest.mark.parametrize("mode", ["finished", "aborted"])

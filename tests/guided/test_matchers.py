@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import pytest
 
 from segue.guided.follower import NO_VOCABULARY
 from segue.guided.matchers import Allowed, Matchers
-from segue.guided.processes import ProcessMatchers, count_for
+from segue.guided.processes import ProcessMatchers, _Running, count_for
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
 
@@ -286,8 +287,10 @@ def test_a_step_whose_tokens_cannot_be_read_is_an_error_for_all_who_need_them() 
         made.close()
 
 
-def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
+def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they have fallen asleep, and where slots are given to other requests."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     descriptor, masks = shared_table()
     made, rng = ProcessMatchers(masks, descriptor, 2), random.Random(0)
     made.set_vocabulary(VOCABULARY)
@@ -320,30 +323,33 @@ def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order() -> None:
             complete = [row for row, slot in enumerate(slots) if tokens.get(slot, EOS) != EOS]
             assert taken.result() == [row for row in complete if len(texts[slots[row]]) == 5]
         if step == 60:
-            board = made._board
-            assert board is not None
-            deadline = time.monotonic() + 60
+            assert made._running is not None
+            board, deadline = made._running.board, time.monotonic() + 60
             while not board.asleep[:, 0].all():
                 assert time.monotonic() < deadline, "they do not fall asleep"
                 time.sleep(0.005)
-    processes = list(made._processes)
+    running = made._running
+    assert running is not None
+    tasks = [os.listdir(f"/proc/{each.pid}/task") for each in running.processes]
+    assert list(map(len, tasks)) == [1, 1], "a process has threads that do nothing"
+    for connection in running.connections:  # as when the worker ends
+        connection.close()
+    assert [each.wait(60) for each in running.processes] == [0, 0]
     made.close()
-    assert [each.returncode for each in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["wait", "asleep", "put"])
-def test_guided_requests_fail_where_a_process_has_ended(what: str) -> None:
+def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> None:
     descriptor, masks = shared_table()
     made = ProcessMatchers(masks, descriptor, 2)
     made.set_vocabulary(VOCABULARY)
     for slot in (0, 1):
         put(made, slot, spec("regex", "a+"))
     assert not allowed(made, 0, 1).failures
-    made._processes[1].kill()
-    made._processes[1].wait()
+    killed = kill(made, 1)
+    masks[:3] = 0  # as far as it came
     if what == "asleep":
-        assert made._board is not None
-        made._board.asleep[1] = 1
+        killed.board.asleep[1] = 1
     taken = made.take(np.array([0, 1]), lambda: [TOKENS.index(b"a")] * 2)
     if what != "put":
         assert taken is not None and taken.result() == []
@@ -351,9 +357,72 @@ def test_guided_requests_fail_where_a_process_has_ended(what: str) -> None:
         put(made, 3, spec("regex", "b" * 1000))
     found = allowed(made, 0, 2, 1)
     reason = "a process that follows grammars has ended by signal SIGKILL, perhaps because memory ran out"
-    assert found.failures == {0: reason, 2: reason}
-    put(made, 4, spec("regex", "b"))
-    assert allowed(made, 4).failures == {0: reason} and (made.allowed(np.array([4])).masks == -1).all()
+    assert found.failures == {0: reason, 2: reason} and (found.masks == -1).all()
+    assert all(each.returncode is not None for each in killed.processes)
+    made._last_step = 99
+    put(made, 4, spec("regex", "bb"))  # the other guides are lost for good
+    for complete in ([], [2]):
+        found = allowed(made, 0, 1, 4)
+        assert found.failures == {0: reason, 1: reason} and tokens_of(found.masks[2]) == {TOKENS.index(b"b")}
+        taken = made.take(np.array([0, 1, 4]), lambda: [TOKENS.index(b"b")] * 3)
+        assert taken is not None and taken.result() == complete
+    made.close()
+
+
+def kill(made: ProcessMatchers, index: int) -> _Running:
+    """Kill a process, and return it with the others."""
+    running = made._running
+    assert running is not None
+    running.processes[index].kill()
+    running.processes[index].wait()
+    return running
+
+
+def test_processes_that_end_again_and_again_are_started_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 1)
+    made.set_vocabulary(VOCABULARY)
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for _ in range(2):
+        put(made, 0, spec("regex", "a+"))
+        assert not allowed(made, 0).failures
+        taken = made.take(np.array([0]), lambda: [TOKENS.index(b"a")])
+        kill(made, 0)
+        assert taken is not None and taken.result() == []
+    put(made, 1, spec("regex", "b"))
+    found = allowed(made, 0, 1)
+    assert list(found.failures) == [0, 1] and (found.masks == -1).all()
+    now += 0.6
+    put(made, 1, spec("regex", "b"))
+    assert list(allowed(made, 0, 1).failures) == [0]
+    made.close()
+
+
+def test_where_no_process_can_be_started_only_guided_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor, masks = shared_table()
+    made, before, started = ProcessMatchers(masks, descriptor, 2), os.listdir("/proc/self/fd"), list[object]()
+
+    def refuse(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(popen(*args, **kwargs))  # type: ignore[call-overload]
+        return started[0]  # type: ignore[return-value]
+
+    popen = subprocess.Popen
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        made.set_vocabulary(VOCABULARY)
+        made._next_start = float("inf")
+        put(made, 3, spec("regex", "a"))
+    (failure,) = allowed(made, 3).failures.values()
+    assert "Resource temporarily unavailable" in failure
+    assert started[0].returncode is not None and os.listdir("/proc/self/fd") == before  # type: ignore[attr-defined]
+    made._next_start = 0.0
+    put(made, 3, spec("regex", "a"))
+    assert not allowed(made, 3).failures
     made.close()
 
 

@@ -1,7 +1,9 @@
 """The memory by which a worker and the processes that follow its guided requests tell each other of steps.
 
 All of it is plain memory that several processes map. What a counter announces is written before the counter,
-and x86 processors show the writes of one processor in order; on others no such processes are used.
+and x86 processors show the writes of one processor in order; on others no such processes are used. They may
+do a read before a write in front of it. So a process that falls asleep just when a step is posted may see it
+only when it looks again, a tenth of a second later; in four million tries that never happened.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ class Board:
         self.complete = made["complete"]  # per step and row, whether its grammar is complete
         # By slot: the guide that has failed last, and why.
         self.failed, self._lengths, self._reasons = made["failed"], made["lengths"], made["reasons"]
+
+    def begin_behind(self, step: int) -> None:
+        """Let all processes, which have not started yet, be done with this step."""
+        self.posted[:] = self.consumed[:] = self.done[:] = step
 
     def fail(self, slot: int, guide: int, reason: str) -> None:
         """Note why a slot's guide cannot go on."""

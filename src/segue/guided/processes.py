@@ -4,6 +4,9 @@ The thread that launches such steps holds the GIL for most of their time, and th
 wake up. So each process has its own GIL and a part of the slots, and polls the board for the next tokens; it
 sleeps only when none have come for a while. The worker posts the tokens of a step when it reads them, or when
 it needs the masks of the next step.
+
+Where a process ends, the guided requests that run fail, as their places in their grammars are lost. The next
+one starts all processes anew.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from segue.children import describe_exit, import_path
+from segue.children import RestartRule, describe_exit, import_path
 from segue.guided import board as boards
 from segue.guided.board import RING, Board
 from segue.guided.follower import NO_VOCABULARY, Mask
@@ -37,7 +40,8 @@ MOST, _CORES_EACH = 4, 4  # processes; the cores that the machine must have for 
 _SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
-_END_S = 5.0  # for a process to end by itself
+_RESTARTS = RestartRule()
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts one per core, which do nothing
 _NO_GUIDE, _LOST = 0, -1  # numbers of guides: the slot has none; it has one that no process knows
 
 
@@ -49,7 +53,60 @@ def count_for(device_type: str, cores: int) -> int:
 
 
 class _EndedError(Exception):
-    """A process has ended."""
+    """A process has ended, and with it all guides are lost."""
+
+
+class _Running:
+    """The processes of one start, and the board by which they are told of steps."""
+
+    board: Board
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self.began = time.monotonic()
+
+    def start(
+        self, masks: int, shape: tuple[int, ...], vocabulary: bytes, count: int, last_step: int
+    ) -> None:
+        """Start so many processes, which take the steps behind the last one; `masks` is a descriptor.
+
+        Raises:
+            OSError: the system gives no process, descriptor or memory. Call `end` then, too.
+        """
+        size, words = shape
+        with ExitStack() as passed:
+            passed.callback(os.close, of_board := boards.create(count, size))
+            passed.callback(os.close, tokens := os.memfd_create("segue-vocabulary"))
+            self.board = Board(of_board, count, size)
+            self.board.begin_behind(last_step)
+            os.write(tokens, vocabulary)
+            for index in range(count):
+                ours, theirs = socket.socketpair()
+                self.connections.append(Connection(ours.detach()))
+                numbers = [theirs.fileno(), masks, of_board, tokens, index, count, size, words]
+                with theirs:
+                    self.processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-P", "-m", "segue.guided.process", *map(str, numbers)],
+                            env={**os.environ, **import_path(os.environ), **_ONE_THREAD},
+                            stdin=subprocess.DEVNULL,
+                            pass_fds=numbers[:4],
+                        )
+                    )
+
+    def exit_codes(self) -> list[int]:
+        """Return those of the processes that have ended."""
+        return [code for process in self.processes if (code := process.poll()) is not None]
+
+    def end(self) -> None:
+        """Kill the processes, which have nothing to keep."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
 class _Taken:
@@ -89,46 +146,43 @@ class ProcessMatchers(Matchers):
         self._pending = deque[_Taken]()  # not posted yet
         self._posted_at = 0.0
         self._lock = threading.RLock()
-        self._board: Board | None = None  # None: there are no processes
+        self._vocabulary = b""
+        self._running: _Running | None = None  # None: there are no processes
         self._lost = NO_VOCABULARY  # why there are none
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
+        self._deaths, self._next_start = 0, 0.0  # in a row, as `_RESTARTS` counts; by the monotonic clock
 
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """See `Matchers.set_vocabulary`."""
-        if self._processes:
-            return
-        size, words = self._masks.shape
-        descriptor, tokens = boards.create(self._count, size), os.memfd_create("segue-vocabulary")
-        self._board = Board(descriptor, self._count, size)
-        os.write(tokens, msgspec.msgpack.encode(vocabulary))
-        for index in range(self._count):
-            ours, theirs = socket.socketpair()
-            numbers = [theirs.fileno(), self._descriptor, descriptor, tokens, index, self._count, size, words]
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-P", "-m", "segue.guided.process", *map(str, numbers)],
-                    env={**os.environ, **import_path(os.environ)},
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=numbers[:4],
+        self._vocabulary = msgspec.msgpack.encode(vocabulary)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the processes if none run and they may; they have no part in steps that were taken before."""
+        with self._lock:
+            if self._running or not self._vocabulary or time.monotonic() < self._next_start:
+                return
+            self._post(self._last_step)
+            self._messages[:] = 0
+            self._running = running = _Running()
+            try:
+                running.start(
+                    self._descriptor, self._masks.shape, self._vocabulary, self._count, self._last_step
                 )
-            )
-            theirs.close()
-            self._connections.append(Connection(ours.detach()))
-        os.close(descriptor)
-        os.close(tokens)
-        logger.info("guided output: %d processes follow the grammars", self._count)
+            except OSError as error:
+                self._give_up(running, f"a process that follows grammars could not be started ({error})")
+            else:
+                logger.info("guided output: %d processes follow the grammars", self._count)
 
     def put(self, slot: int, params: SamplingParams, outputs: Sequence[int]) -> None:
         """See `Matchers.put`."""
         self.forget([slot])
         if (spec := params.grammar) is None:
             return
+        self._start()
         self._last_guide += 1
         begin = (slot, self._last_guide, spec.kind, spec.text, params.late_eos, list(outputs))
         if (message := self._send(slot % self._count, begin)) is None:
             self._numbers[slot] = _LOST
-            self._masks[slot] = -1
             return
         self._numbers[slot], self._steps[slot], self._messages[slot] = self._last_guide, 0, message
 
@@ -146,18 +200,21 @@ class ProcessMatchers(Matchers):
             return None
         began = time.perf_counter()
         guided, failures = slots[rows], dict[int, str]()
-        try:
-            if (board := self._board) is not None:
-                step = int(self._steps[guided].max())
+        step = int(self._steps[guided].max())
+        if (running := self._running) is not None:
+            with suppress(_EndedError):
+                board = running.board
                 self._post(step)
-                self._await(board.done, step)
-                self._await_beginnings(guided)
-                self._note_times(step)
+                self._await(running, board.done, step)
+                self._await_beginnings(running, guided)
+                self._note_times(board, step)
                 for row in rows[board.failed[guided] == self._numbers[guided]].tolist():
                     failures[row] = board.reason(slots[row])
-        except _EndedError:
-            self._give_up()
-        failures |= {row: self._lost for row in rows[self._numbers[guided] == _LOST].tolist()}
+        lost = rows[self._numbers[guided] == _LOST]
+        if len(lost):
+            self._post(step)  # so that no step still reads their masks, which may be half written
+            self._masks[slots[lost]] = -1
+            failures |= dict.fromkeys(lost.tolist(), self._lost)
         self._waited_at = time.perf_counter()
         self._times["wait"].append(self._waited_at - began)
         return rows, failures
@@ -179,29 +236,21 @@ class ProcessMatchers(Matchers):
 
     def close(self) -> None:
         """End the processes."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
-            process.wait()
-        self._connections, self._board = [], None
+        if self._running is not None:
+            self._running.end()
+        self._running, self._vocabulary = None, b""
 
     def _consumed(self, taken: _Taken) -> list[int]:
         """Post the tokens of a step, unless that is done; returns its rows whose grammars are complete."""
-        try:
+        with suppress(_EndedError):
             self._post(taken.number)
-            if (board := self._board) is None:
-                return []
-            self._await(board.consumed, taken.number)
-        except _EndedError:
-            self._give_up()
-            return []
-        assert taken.number > self._last_step - RING, "the line of the step is in use for another one"
-        complete = board.complete[taken.number % RING, : len(taken.rows)]
-        ended: list[int] = taken.rows[complete != 0].tolist()
-        return ended
+            if (running := self._running) is not None:
+                self._await(running, running.board.consumed, taken.number)
+                assert taken.number > self._last_step - RING, "its line is in use for another step"
+                complete = running.board.complete[taken.number % RING, : len(taken.rows)]
+                ended: list[int] = taken.rows[complete != 0].tolist()
+                return ended
+        return []
 
     def _post(self, number: int) -> None:
         """Tell the processes the tokens of the steps up to this one."""
@@ -209,9 +258,9 @@ class ProcessMatchers(Matchers):
             while self._pending and self._pending[0].number <= number:
                 taken = self._pending[0]
                 tokens = taken.read()
-                if (board := self._board) is not None:
-                    self._await(board.consumed, taken.number - RING)
-                    line, count = taken.number % RING, len(taken.rows)
+                if (running := self._running) is not None:
+                    board, line, count = running.board, taken.number % RING, len(taken.rows)
+                    self._await(running, board.consumed, taken.number - RING)
                     board.slots[line, :count], board.guides[line, :count] = taken.slots, taken.guides
                     board.tokens[line, :count] = np.asarray(tokens, dtype=np.int64)[taken.rows]
                     board.complete[line, :count] = 0
@@ -220,38 +269,43 @@ class ProcessMatchers(Matchers):
                     self._times["tokens"].append(self._posted_at - taken.launched_at)
                     board.posted[0] = taken.number
                 self._pending.popleft()
-                if board is not None:
-                    for index in board.asleep[:, 0].nonzero()[0].tolist():
+                if running is not None:
+                    for index in running.board.asleep[:, 0].nonzero()[0].tolist():
                         self._send(index, ())  # wakes it
 
     def _send(self, index: int, message: tuple[object, ...]) -> int | None:
         """Send a message to a process; returns its number, or None if there are no processes."""
+        encoded = msgspec.msgpack.encode(message)
         with self._lock:
-            if (board := self._board) is None:
+            if (running := self._running) is None:
                 return None
-            number = int(board.sent[index, 0]) + 1
-            board.sent[index, 0] = number  # first: a long message fits into the socket only as it is read
+            number = int(running.board.sent[index, 0]) + 1
+            running.board.sent[index, 0] = number  # first: a long one fits into the socket only as it is read
             try:
-                self._connections[index].send_bytes(msgspec.msgpack.encode(message))
+                running.connections[index].send_bytes(encoded)
             except OSError:
-                self._give_up()
+                self._give_up(running)
                 return None
         return number
 
-    def _await(self, counters: NDArray[np.int64], least: int) -> None:
+    def _await(self, running: _Running, counters: NDArray[np.int64], least: int) -> None:
         """Wait until each process has counted so far."""
-        self._wait_until(lambda: bool((counters[:, 0] >= least).all()))
+        self._wait_until(running, lambda: bool((counters[:, 0] >= least).all()))
 
-    def _await_beginnings(self, slots: NDArray[np.int64]) -> None:
+    def _await_beginnings(self, running: _Running, slots: NDArray[np.int64]) -> None:
         """Wait until the guides of these slots are at the places where their requests begin."""
-        board = self._board
-        assert board is not None
+        board = running.board
         if (board.heard[:, 0] < board.sent[:, 0]).any():
             least = np.zeros(self._count, dtype=np.int64)
             np.maximum.at(least, slots % self._count, self._messages[slots])
-            self._wait_until(lambda: bool((board.heard[:, 0] >= least).all()))
+            self._wait_until(running, lambda: bool((board.heard[:, 0] >= least).all()))
 
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
+    def _wait_until(self, running: _Running, holds: Callable[[], bool]) -> None:
+        """Wait until that holds.
+
+        Raises:
+            _EndedError: a process has ended.
+        """
         began = checked = time.perf_counter()
         while not holds():
             now = time.perf_counter()
@@ -260,31 +314,35 @@ class ProcessMatchers(Matchers):
                 time.sleep(_PAUSE_S)
             if now - checked > _CHECK_S:
                 checked = now
-                if any(process.poll() is not None for process in self._processes):
+                if running.exit_codes():
+                    self._give_up(running)
                     raise _EndedError
 
-    def _give_up(self) -> None:
-        """Let all guided requests fail, because a process has ended, and with it their places."""
+    def _give_up(self, running: _Running, why: str = "") -> None:
+        """Let the guided requests that run fail, because a process has ended, and with it their places."""
         with self._lock:
-            if self._board is None:
-                return
-            codes = [code for process in self._processes if (code := process.poll()) is not None]
-            self.close()
-            self._pending.clear()
+            if self._running is not running:
+                return  # another thread has done it
+            codes, now = running.exit_codes(), time.monotonic()
+            running.end()
+            self._running = None
             self._numbers[self._numbers > 0] = _LOST
+            self._deaths = _RESTARTS.count(self._deaths, start_s=0.0, ready_s=now - running.began)
+            pause_s = _RESTARTS.pause_s(self._deaths)
+            self._next_start = now + pause_s
             how = describe_exit(codes[0]) if codes else "early"
-            self._lost = f"a process that follows grammars has ended {how}"
+            self._lost = why or f"a process that follows grammars has ended {how}"
         logger.error(
-            "%s: guided requests fail from now on, and no others. Start the engine again; the log above may "
-            "have the reason",
+            "%s: the guided requests that run fail, and no others. A later one starts the processes again, "
+            "after %g s at the earliest. The log above may have the reason",
             self._lost,
+            pause_s,
         )
 
-    def _note_times(self, step: int) -> None:
+    def _note_times(self, board: Board, step: int) -> None:
         """Note how long the processes took for a step, unless that is done, or a later one is under way."""
-        assert self._board is not None
-        if self._timed < step == self._board.posted[0]:
+        if self._timed < step == board.posted[0]:
             self._timed = step
-            consumed, computed = self._board.stamps[:, 0].max(), self._board.stamps[:, 1].max()
+            consumed, computed = board.stamps[:, 0].max(), board.stamps[:, 1].max()
             self._times["consume"].append(float(consumed - self._posted_at))
             self._times["masks"].append(float(computed - consumed))

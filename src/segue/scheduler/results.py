@@ -93,7 +93,7 @@ def _end_unguided(s: Scheduler, request: Request, why: str) -> Finished:
     """End a request whose grammar cannot be followed any further."""
     text = (
         f"the grammar of request {request.rid} cannot be followed behind output token {request.num_outputs}: "
-        f"{why}. Give a simpler grammar"
+        f"{why}. Give a simpler grammar or, where a process has ended, send the request again"
     )
     return s.end(request, "error", message=text, error=errors.GuidedOutputError)
 
