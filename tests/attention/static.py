@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import StepLengths, query_blocks
-from tests.attention.case import Case
+from tests.attention.case import TOLERANCE, Case
+from tests.attention.oracle import attend
 
 
 class Static:
@@ -68,3 +69,13 @@ class Static:
     def run(self) -> Tensor:
         self.backend.prepare(self.ctx)
         return self.backend.forward(self.query, None, None, self.case.layer, self.ctx)
+
+    def check(self, members: list[int]) -> None:
+        """Run the step that is loaded, and compare it with the oracle."""
+        case, output, at = self.case, self.run().double(), 0
+        tolerance = TOLERANCE[self.query.dtype]
+        for i in members:
+            expected = attend(case.queries[i], case.keys[i], case.values[i], case.shape.scale)
+            found = output[at : at + len(expected)]
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+            at += len(expected)

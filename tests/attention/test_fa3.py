@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segue.attention.fa3 import FA3Attention
-from tests.attention.case import TOLERANCE, Case
+from tests.attention.case import Case
 from tests.attention.oracle import attend
 from tests.attention.static import Static
 
@@ -62,13 +62,7 @@ def test_padded_steps_of_any_mix_agree_with_the_oracle(slots: int) -> None:
     static = Static(case, slots=slots, tokens=50)
     for members, num_decode in (([0, 1, 3], 2), ([0, 1, 2], 3), ([4, 3], 0), ([2, 4], 1)):
         static.load(members, num_decode)
-        output, at = static.run(), 0
-        for i in members:
-            expected = attend(case.queries[i], case.keys[i], case.values[i], case.shape.scale)
-            found = output[at : at + len(expected)].double()
-            tolerance = TOLERANCE[torch.float32]
-            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-            at += len(expected)
+        static.check(members)
 
 
 def test_each_half_computes_only_its_own_sequences() -> None:

@@ -71,7 +71,7 @@ def resolve_config(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Res
     fp8_kv = config.kv_cache_dtype != "auto"
     reasons["kv_cache_dtype"] = "--kv-cache-dtype names it" if fp8_kv else "as --dtype"
     if fp8_kv and device.type == "cuda":
-        _check_fp8_kv(device)
+        _check_has_fp8(device, "a KV cache", "leave --kv-cache-dtype out", param="kv_cache_dtype")
     if config.deterministic and device.type == "cuda":
         _check_deterministic(source, tp, device, dtype)
     model_len = source.config.max_position
@@ -140,26 +140,21 @@ def _device(config: EngineConfig, tp: TPInfo) -> tuple[torch.device, str]:
     return torch.device("cuda", tp.rank), why
 
 
-def _check_fp8_kv(device: torch.device) -> None:
-    """Raise the reason why the KV cache cannot be in FP8 on this CUDA device, if there is one."""
+def _check_has_fp8(device: torch.device, what: str, otherwise: str, param: str) -> None:
+    """Raise an error if this CUDA device cannot compute with what is in FP8."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         raise ConfigError(
-            f"a KV cache in FP8 on compute capability {capability}: the device must have FP8, which (8, 9) "
-            "was the first to have; use such a device, or leave --kv-cache-dtype out",
-            param="kv_cache_dtype",
+            f"{what} in FP8 on compute capability {capability}: the device must have FP8, which (8, 9) was "
+            f"the first to have; use such a device, or {otherwise}",
+            param=param,
         )
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Raise the reason why weights in FP8 cannot be used on this CUDA device, if there is one."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        raise ConfigError(
-            f"weights in FP8 on compute capability {capability}: the device must have FP8, which (8, 9) was "
-            "the first to have; use such a device, or a bfloat16 version of the model without --quantization",
-            param="quantization",
-        )
+    otherwise = "a bfloat16 version of the model without --quantization"
+    _check_has_fp8(device, "weights", otherwise, param="quantization")
     if dtype == torch.float32:
         raise ConfigError(
             "weights in FP8 with dtype='float32': on CUDA the activations must be in bfloat16 or float16; "

@@ -78,6 +78,7 @@ class DeviceInputs:
         # Three counts; then slots, positions and indices of the tokens that sample.
         self._header_sizes = 3, max_slots, max_slots, max_slots
         self._header_size = _slices(self._header_sizes)[1]
+        self._ends_of_decode = np.arange(max_slots + 1, dtype=np.int32)  # each sequence has one token
         max_blocks = max(self.max_blocks(tokens, max_slots) for tokens in range(1, max_tokens + 1))
         largest = StepShape(
             tokens=max_tokens, decode=max_slots, sequences=max_slots, blocks=max_blocks, logits=max_slots
@@ -124,11 +125,10 @@ class DeviceInputs:
         ):
             _fill(row, values, filler)
         self._copy(ring_index, self._header_size + 3 * _aligned(size))
-        cu_seqlens_q = np.arange(size + 1, dtype=np.int32)
         self._backend.plan(
             StepLengths(
                 kv_lens=step[2],
-                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_q=self._ends_of_decode[: size + 1],
                 tokens=size,
                 num_decode=size,
                 max_decode=size,
