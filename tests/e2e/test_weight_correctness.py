@@ -161,8 +161,12 @@ def test_an_update_waits_eleven_minutes_for_its_trainer(trainer_address: str, tm
 
 
 def streams_during(sync: Syncing, num_tokens: int, work: Any) -> tuple[list[float], list[int]]:
-    """Reads 16 streams while ``work`` runs; returns the seconds between events, and each stream's tokens."""
+    """Reads 16 streams while ``work`` runs; returns the seconds between events, and each stream's tokens.
+
+    The streams are submitted while generation is paused, so that none ends before the last one is known.
+    """
     gaps: list[float] = []
+    first_events = threading.Semaphore(0)
     body = {
         "input_ids": PROMPTS[0],
         "sampling_params": GREEDY | {"max_new_tokens": num_tokens},
@@ -176,17 +180,23 @@ def streams_during(sync: Syncing, num_tokens: int, work: Any) -> tuple[list[floa
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     now = time.monotonic()
-                    if last and started:
+                    if not last:
+                        first_events.release()
+                    elif started:
                         gaps.append(now - last)
                     last, count = now, json.loads(line[6:])["meta_info"]["completion_tokens"]
         return count
 
     started = False
+    sync.ask("/pause_generation", mode="in_place")
     readers = [sync.threads.submit(read) for _ in range(16)]
     deadline = time.monotonic() + 60
-    while sync.http.get("/server_info").json()["internal_states"][0]["running_batch_size"] < 16:
-        assert time.monotonic() < deadline, "the streams do not run"
+    while sync.http.get("/server_info").json()["internal_states"][0]["waiting_queue_size"] < 16:
+        assert time.monotonic() < deadline, "the streams do not arrive"
         time.sleep(0.01)
+    sync.ask("/continue_generation")
+    for _ in readers:
+        assert first_events.acquire(timeout=60), "a stream does not run"
     started = True
     work()
     return gaps, [reader.result(120) for reader in readers]
