@@ -41,6 +41,64 @@ def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool,
     assert (found.float() - expected).norm() < 4e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_in_fp8_is_turned_to_the_dtype_of_activations_exactly(dtype: torch.dtype) -> None:
+    from segue.kernels.triton.fp8_gemm import fp8_linear
+
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda")
+    numbers[(numbers & 0x7F) == 0x7F] = 0  # NaN
+    x, scales = torch.eye(16, 256, dtype=dtype, device="cuda"), torch.ones(256, 1, device="cuda")
+    for shift in range(0, 256, 16):  # each number is in each place of a word
+        weight = torch.stack([numbers.roll(shift + row) for row in range(256)]).view(torch.float8_e4m3fn)
+        found = fp8_linear(x, weight, scales, 0, None, may_split=False)
+        assert torch.equal(found, weight.to(dtype).T[:16])
+
+
+@pytest.mark.parametrize("block", [0, 16, 128])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
+@pytest.mark.parametrize("kind", ["split", "whole"])
+def test_every_plan_that_a_start_tries_is_right(kind: Any, rows: int, block: int) -> None:
+    from segue.kernels.fp8_plan import FP8Shape, candidates
+    from segue.kernels.triton.fp8_gemm import run_fp8
+    from segue.kernels.triton.launch import device_facts
+
+    shape = FP8Shape(rows, 4096, 12288, block, kind)
+    x = normal(rows, shape.depth, dtype=torch.bfloat16) * torch.logspace(-20, 3, rows, device="cuda")[:, None]
+    x = x.to(torch.bfloat16)
+    weight, scales = quantize(normal(shape.size, shape.depth, seed=1).mul_(0.02), block)
+    weight, bias = weight.contiguous(), normal(shape.size, dtype=torch.bfloat16, seed=2) * 1e-20
+    expected = x.double() @ dequantize(weight, scales, block).T.double() + bias.double()
+    plans = candidates([shape], device_facts())[shape]
+    assert {plan.fp8_tokens for plan in plans} == ({False} if block == 16 or rows > 32 else {False, True})
+    for plan in plans:
+        found = run_fp8(plan, x, weight, scales, block, bias).double()
+        found = found.sum(0) if plan.splits > 1 else found
+        assert ((found - expected).norm(dim=1) < 4e-3 * expected.norm(dim=1)).all(), plan
+
+
+def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from segue.kernels import plan_store
+    from segue.kernels.fp8_plan import FP8Plan, FP8Shape
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.triton import fp8_gemm, plan_timing
+    from segue.kernels.triton.launch import device_facts
+
+    monkeypatch.setattr(plan_store, "_found", {})
+    weights = [quantize(normal(6144, 4096, seed=seed)) for seed in range(4)]
+    weights = [(weight.contiguous(), scales) for weight, scales in weights]
+    own = ModelFP8Gemm(weights=weights, block=0, bias=None, kind="split", first_rows=1, last_rows=64)
+    cache = plan_store.PlanCache.of(tmp_path, device_facts(), {})
+    found, text = plan_timing.find_plans([own], cache)
+    print(text, found)
+    assert text.startswith("5 of 5 timed in ")
+    plan_timing.use_plans(found)
+    for rows, by_kind in found["6144x4096 fp8"].items():
+        if plan := by_kind["split"]:
+            chosen = fp8_gemm.choose_fp8(FP8Shape(int(rows), 6144, 4096, 0, "split"), torch.bfloat16)
+            assert chosen == FP8Plan(**plan)
+    fp8_gemm.choose_fp8.cache_clear()
+
+
 def test_large_weights_and_many_rows_are_multiplied_in_fp8() -> None:
     from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8
 
