@@ -166,7 +166,8 @@ def _fp8_gemms(device: DeviceFacts) -> None:
         found = fp8_plan.candidates([shape], device)[shape][:4] if rows <= fp8_plan.MAX_FEW_ROWS else []
         weight, scales = _fp8(256, 4096), torch.empty(256, 4096 // block if block else 1)
         for plan in [fp8_plan.default_plan(shape, device.num_sms), *found]:
-            fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None)
+            for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
+                fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
     fp8_gemm.quantize_tokens(_bf16(64, 4096))
 
 

@@ -56,22 +56,27 @@ def test_every_number_in_fp8_is_turned_to_the_dtype_of_activations_exactly(dtype
 
 @pytest.mark.parametrize("block", [0, 16, 128])
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
-@pytest.mark.parametrize("kind", ["split", "whole"])
+@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
 def test_every_plan_that_a_start_tries_is_right(kind: Any, rows: int, block: int) -> None:
     from segue.kernels.fp8_plan import FP8Shape, candidates
     from segue.kernels.triton.fp8_gemm import run_fp8
     from segue.kernels.triton.launch import device_facts
 
     shape = FP8Shape(rows, 4096, 12288, block, kind)
-    x = normal(rows, shape.depth, dtype=torch.bfloat16) * torch.logspace(-20, 3, rows, device="cuda")[:, None]
+    x = normal(rows, shape.depth, dtype=torch.bfloat16) * torch.logspace(-3, 3, rows, device="cuda")[:, None]
     x = x.to(torch.bfloat16)
     weight, scales = quantize(normal(shape.size, shape.depth, seed=1).mul_(0.02), block)
-    weight, bias = weight.contiguous(), normal(shape.size, dtype=torch.bfloat16, seed=2) * 1e-20
-    expected = x.double() @ dequantize(weight, scales, block).T.double() + bias.double()
+    weight, bias = weight.contiguous(), normal(shape.size, dtype=torch.bfloat16, seed=2)
+    expected = x.double() @ dequantize(weight, scales, block).T.double()
+    if kind == "gated":
+        gate, up = expected.chunk(2, -1)
+        expected, bias = torch.nn.functional.silu(gate) * up, None
+    else:
+        expected += bias.double()
     plans = candidates([shape], device_facts())[shape]
     assert {plan.fp8_tokens for plan in plans} == ({False} if block == 16 or rows > 32 else {False, True})
     for plan in plans:
-        found = run_fp8(plan, x, weight, scales, block, bias).double()
+        found = run_fp8(plan, x, weight, scales, block, bias, gated=kind == "gated").double()
         found = found.sum(0) if plan.splits > 1 else found
         assert ((found - expected).norm(dim=1) < 4e-3 * expected.norm(dim=1)).all(), plan
 
@@ -86,16 +91,17 @@ def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(plan_store, "_found", {})
     weights = [quantize(normal(6144, 4096, seed=seed)) for seed in range(4)]
     weights = [(weight.contiguous(), scales) for weight, scales in weights]
-    own = ModelFP8Gemm(weights=weights, block=0, bias=None, kind="split", first_rows=1, last_rows=64)
+    common = {"weights": weights, "block": 0, "bias": None, "first_rows": 1, "last_rows": 64}
+    kinds = [ModelFP8Gemm(**common, kind=kind) for kind in ("split", "gated")]  # type: ignore[arg-type]
     cache = plan_store.PlanCache.of(tmp_path, device_facts(), {})
-    found, text = plan_timing.find_plans([own], cache)
+    found, text = plan_timing.find_plans(kinds, cache)
     print(text, found)
-    assert text.startswith("5 of 5 timed in ")
+    assert text.startswith("10 of 10 timed in ")
     plan_timing.use_plans(found)
     for rows, by_kind in found["6144x4096 fp8"].items():
-        if plan := by_kind["split"]:
-            chosen = fp8_gemm.choose_fp8(FP8Shape(int(rows), 6144, 4096, 0, "split"), torch.bfloat16)
-            assert chosen == FP8Plan(**plan)
+        for kind, plan in by_kind.items():
+            chosen = fp8_gemm.choose_fp8(FP8Shape(int(rows), 6144, 4096, 0, kind), torch.bfloat16)
+            assert chosen == (FP8Plan(**plan) if plan else None)
     fp8_gemm.choose_fp8.cache_clear()
 
 

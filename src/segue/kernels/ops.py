@@ -160,6 +160,12 @@ class FP8Gemm:
 
         return fp8_linear(x, self.weight, self.scales, self.block, bias, may_split=may_split)
 
+    def gate_up_silu(self, x: Tensor) -> Tensor | None:
+        """`[M, in] -> [M, out / 2]`, as for `gate_up_silu` without a bias; None: one kernel is not faster."""
+        from segue.kernels.triton.fp8_gemm import fp8_gate_up_silu
+
+        return fp8_gate_up_silu(x, self.weight, self.scales, self.block)
+
 
 @dataclass(frozen=True, slots=True)
 class DequantizingGemm:
@@ -266,10 +272,10 @@ def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | 
     `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster. `packed`
     is the result of `pack(weight)`.
     """
-    if x.is_cuda and bias is None and packed is None:
+    if x.is_cuda and bias is None and (packed is None or isinstance(packed, FP8Gemm)):
         from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
 
-        gated = fused(x, weight)
+        gated = fused(x, weight) if packed is None else packed.gate_up_silu(x)
         if gated is not None:
             return gated
     if bias is None and _uses_cpu_kernel(x, weight, packed):

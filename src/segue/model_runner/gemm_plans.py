@@ -152,7 +152,7 @@ def _uses(module: Linear, is_gate_up: bool) -> Iterator[_Use]:
     """Yield the uses of a layer's GEMM."""
     split_rows = _MANY if module.may_split or is_gate_up else 0
     first = 1
-    if is_gate_up and module.bias is None and module.scale is None:
+    if is_gate_up and module.bias is None:
         yield _Use("gated", first, MAX_GATED_ROWS)
         first = MAX_GATED_ROWS + 1
     elif isinstance(module, RowParallelLinear):

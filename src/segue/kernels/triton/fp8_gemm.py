@@ -24,6 +24,7 @@ from torch import Tensor
 from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE
 from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
 from segue.kernels.plan_store import found_plans, lookup
+from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 _MIN_WEIGHTS = 1 << 22  # of a smaller weight the GEMM is too short to be worth a kernel that quantizes tokens
@@ -92,17 +93,23 @@ def _fp8_gemm(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     FP8_TOKENS: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
     With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
     EVEN: tiles divide the weight. With FP8_TOKENS the accumulator is transposed: rows of the weight fill
-    the tensor cores' 64 rows, as FP8 needs it.
+    the tensor cores' 64 rows, as FP8 needs it. GATED: rows of the gate and of the up projection alternate in
+    a tile, and half as many columns, `size`, are stored.
     """
-    n, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
+    r, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m, k = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BK)
-    is_row, is_token = n < size, m < num_rows
+    if GATED:
+        n, is_row = r // 2 + (r % 2) * size, r < 2 * size
+    else:
+        n, is_row = r, r < size
+    is_token = m < num_rows
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
     tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
     num_scales = tl.cdiv(depth, BLOCK) if BLOCK else 1
@@ -136,12 +143,21 @@ def _fp8_gemm(
         else:
             acc = tl.dot(t, from_fp8(w, t.dtype).T, acc)
     pdl_launch_dependents(PDL)
-    m, n = (m[None, :], n[:, None]) if FP8_TOKENS else (m[:, None], n[None, :])
     if not BLOCK:
-        acc *= tl.load(scales + n, mask=n < size, other=0.0)
-    if bias is not None:
+        scale = tl.load(scales + n, mask=is_row, other=0.0)
+        acc *= scale[:, None] if FP8_TOKENS else scale[None, :]
+    if GATED:
+        n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        if FP8_TOKENS:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 2, 2, BM)), (0, 2, 1)))
+        else:
+            gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        acc = silu_mul_tile(gate, up)
+    elif bias is not None:
         if split == 0:
-            acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
+            b = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+            acc += b[:, None] if FP8_TOKENS else b[None, :]
+    m, n = (m[None, :], n[:, None]) if FP8_TOKENS else (m[:, None], n[None, :])
     at = out + (split * num_rows + m).to(tl.int64) * size + n
     tl.store(at, acc.to(out.dtype.element_ty), mask=(n < size) & (m < num_rows))
 
@@ -196,8 +212,19 @@ def fp8_linear(
             tokens, weight.T, scale_a=of_tokens, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
         )
     (rows, depth), size = x.shape, len(weight)
-    plan = choose_fp8(FP8Shape(rows, size, depth, block, "split" if may_split else "whole"), x.dtype)
+    shape = FP8Shape(rows, size, depth, block, "split" if may_split else "whole")
+    plan = choose_fp8(shape, x.dtype) or default_plan(shape, num_sms(x.device))
     return run_fp8(plan, x, weight, scales, block, bias)
+
+
+def fp8_gate_up_silu(x: Tensor, weight: Tensor, scales: Tensor, block: int) -> Tensor | None:
+    """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
+
+    `weight` is `[2 * I, K]`, gate rows first; for the other arguments see `fp8_linear`.
+    """
+    (rows, depth), size = x.shape, len(weight)
+    plan = choose_fp8(FP8Shape(rows, size, depth, block, "gated"), x.dtype)
+    return None if plan is None else run_fp8(plan, x, weight, scales, block, None, gated=True)
 
 
 @cache
@@ -210,13 +237,12 @@ def can_multiply_in_fp8(size: int, depth: int, dtype: torch.dtype) -> bool:
 
 
 @cache
-def choose_fp8(shape: FP8Shape, dtype: torch.dtype) -> FP8Plan:
-    """Returns the plan for a GEMM of activations in `dtype`: the one that the start found, or the default."""
-    if shape.rows <= MAX_FEW_ROWS and dtype == torch.bfloat16:
-        plan = lookup([(found_plans(), shape.kind)], shape.key, shape.rows)
-        if plan is not None:
-            return FP8Plan(**plan)
-    return default_plan(shape, num_sms(torch.device("cuda", torch.cuda.current_device())))
+def choose_fp8(shape: FP8Shape, dtype: torch.dtype) -> FP8Plan | None:
+    """Returns the plan that the start found for a GEMM of activations in `dtype`, or None."""
+    if shape.rows > MAX_FEW_ROWS or dtype != torch.bfloat16:
+        return None
+    plan = lookup([(found_plans(), shape.kind)], shape.key, shape.rows)
+    return FP8Plan(**plan) if plan else None
 
 
 def row_steps() -> set[int]:
@@ -228,16 +254,25 @@ def row_steps() -> set[int]:
 
 
 def run_fp8(
-    plan: FP8Plan, x: Tensor, weight: Tensor, scales: Tensor, block: int, bias: Tensor | None
+    plan: FP8Plan,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    block: int,
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Run the kernel with `plan`; returns split-K partials, float32 `[splits, M, N]`, if it splits K.
 
-    For the other arguments see `fp8_linear`.
+    With `gated` see `fp8_gate_up_silu`: the plan does not split K, and there is no bias. For the other
+    arguments see `fp8_linear`.
     """
-    (num_rows, depth), size = x.shape, len(weight)
+    (num_rows, depth), num_columns = x.shape, len(weight)
+    size = num_columns // 2 if gated else num_columns
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
-    grid = (triton.cdiv(size, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
+    grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
     _fp8_gemm[grid](
         x=x.contiguous(),
         weight=weight,
@@ -252,8 +287,9 @@ def run_fp8(
         BK=plan.block_k,
         STAGES=plan.stages,
         BLOCK=block,
-        EVEN=size % plan.block_n == 0 and depth % plan.block_k == 0,
+        EVEN=num_columns % plan.block_n == 0 and depth % plan.block_k == 0,
         FP8_TOKENS=plan.fp8_tokens,
+        GATED=gated,
         **launch_options(plan.warps, num_rows),
     )
     return out

@@ -98,7 +98,10 @@ class GemmTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8Task:
-    """One GEMM by a weight in FP8 with one number of rows; it is compared with the default plan."""
+    """One GEMM by a weight in FP8 with one number of rows; it is compared with the default plan.
+
+    That of a gated GEMM may split K, and another kernel follows.
+    """
 
     gemm: ModelFP8Gemm
     shape: FP8Shape
@@ -107,7 +110,8 @@ class FP8Task:
 
     @property
     def compared(self) -> Sequence[FP8Plan]:
-        return [fp8_plan.default_plan(self.shape, self.device.num_sms)]
+        shape = replace(self.shape, kind="split") if self.shape.kind == "gated" else self.shape
+        return [fp8_plan.default_plan(shape, self.device.num_sms)]
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -127,7 +131,11 @@ class FP8Task:
     def run(self, plan: FP8Plan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
         (x,), own = inputs, self.gemm
         weight, scales = own.weights[copy % len(own.weights)]
-        return fp8_gemm.run_fp8(plan or self.compared[0], x, weight, scales, own.block, own.bias)
+        gated = self.shape.kind == "gated"
+        if plan is not None:
+            return fp8_gemm.run_fp8(plan, x, weight, scales, own.block, own.bias, gated=gated)
+        result = fp8_gemm.run_fp8(self.compared[0], x, weight, scales, own.block, own.bias)
+        return silu_mul(result, x.dtype) if gated else result
 
     def reading(self, plan: FP8Plan) -> float:
         return _partials_us(plan.splits, self.shape.rows, self.shape.size, self.device.bandwidth)
