@@ -169,6 +169,8 @@ def _fp8_gemms(device: DeviceFacts) -> None:
             for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
                 fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
     fp8_gemm.quantize_tokens(_bf16(64, 4096))
+    norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, in_fp8=True)
+    gate_up_silu.silu_mul_fp8(_bf16(256, 24576))
 
 
 def _batch_invariant(device: DeviceFacts) -> None:

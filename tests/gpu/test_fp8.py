@@ -16,6 +16,7 @@ from tests.gpu.test_kernels import normal
 from tests.model_runner import making
 from tests.weight_update.updating import rank_of
 
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
@@ -118,10 +119,65 @@ def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int) -> None:
 
     x = normal(rows, depth, dtype=torch.bfloat16)
     x[0] = 0
-    found, scales = quantize_tokens(x)
+    found = quantize_tokens(x)
     expected, of_rows = quantize(x.cpu(), num_scales=1)
-    assert torch.equal(scales.cpu(), of_rows)
-    assert torch.equal(found.cpu().float(), expected.float())
+    assert torch.equal(found.scales.cpu(), of_rows)
+    assert torch.equal(found.values.cpu().float(), expected.float())
+
+
+def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that() -> None:
+    from segue.kernels.triton.fp8_gemm import quantize_tokens
+    from segue.kernels.triton.gate_up_silu import silu_mul, silu_mul_fp8
+    from segue.kernels.triton.norm import add_rms_norm
+
+    def assert_equal(found: Any, expected: torch.Tensor) -> None:
+        tokens = quantize_tokens(expected)
+        assert torch.equal(found.scales, tokens.scales)
+        assert torch.equal(found.values.view(torch.uint8), tokens.values.view(torch.uint8))
+
+    for rows, size in ((65, 4096), (300, 12288), (70, 5120)):
+        x, residual, gate_up = (
+            normal(rows, width, dtype=torch.bfloat16, seed=seed)
+            for seed, width in enumerate((size, size, 2 * size))
+        )
+        x[0], residual[0], gate_up[1] = 0, 0, 0
+        weight = normal(size, dtype=torch.bfloat16, seed=3)
+        for branch in (x, torch.stack([x.float(), x.float() * 0.5])):
+            found, total = add_rms_norm(branch, residual, weight, 1e-6, in_fp8=True)
+            expected, of_both = add_rms_norm(branch, residual, weight, 1e-6)
+            assert torch.equal(total, of_both)
+            assert_equal(found, expected)
+        assert_equal(silu_mul_fp8(gate_up), silu_mul(gate_up, torch.bfloat16))
+
+
+def test_quantizing_early_changes_no_bit_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.kernels.triton import fp8_gemm
+    from segue.layers.blocks import Linear
+
+    monkeypatch.setattr(fp8_gemm, "_MIN_WEIGHTS", 1)
+    fp8_gemm.can_multiply_in_fp8.cache_clear()
+    model = tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64, hidden_size=1024)
+    tiny.save(model, tmp_path)
+    asked = []
+
+    def run() -> list[Any]:
+        options = {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "num_kv_tokens": 16384}
+        with segue.Engine(str(tmp_path), **options, embedded=True) as engine:  # type: ignore[arg-type]
+            prompts = [making.prompt(70 + i, seed=i) for i in range(3)]
+            return engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
+
+    def tokens(found: list[Any]) -> list[Any]:
+        return [one["meta_info"]["output_token_logprobs"] for one in found]
+
+    takes_fp8 = Linear.takes_fp8
+    monkeypatch.setattr(Linear, "takes_fp8", lambda *args: asked.append(takes_fp8(*args)) or asked[-1])
+    early = tokens(run())
+    assert any(asked)
+    monkeypatch.setattr(Linear, "takes_fp8", lambda *args: False)
+    assert tokens(run()) == early
+    fp8_gemm.can_multiply_in_fp8.cache_clear()
 
 
 @pytest.mark.parametrize("block", [0, 16, 128])

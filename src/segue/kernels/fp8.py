@@ -5,6 +5,8 @@ one scale per layer each. A number in FP8 times its scale is the value. The same
 every device.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,26 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, which are divided 
 _ERROR_UNITS = 4096
 _NAN = 0x7F  # all bits but the sign
 _CHUNK, _CHUNK_CUDA = 1 << 15, 1 << 24  # elements searched at a time: on a CPU by one thread
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Tokens:
+    """Activations in FP8, each token divided by its own scale, for a GEMM that multiplies in FP8."""
+
+    values: Tensor  # [T, K]
+    scales: Tensor  # float32 [T, 1]
+    dtype: torch.dtype  # of the activations that they were, and of the GEMM's result
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on CUDA."""
+        return self.values.is_cuda
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Activations = Tensor | FP8Tokens
 
 
 def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE
+from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE, FP8Tokens
 from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
 from segue.kernels.plan_store import found_plans, lookup
 from segue.kernels.triton.gemm import silu_mul_tile
@@ -163,6 +163,18 @@ def _fp8_gemm(
 
 
 @triton.jit
+def scale_of(most):
+    """Returns the scale of a token whose greatest absolute value is `most`."""
+    return tl.maximum(most * _MAX_INVERSE, _SMALLEST_SCALE)
+
+
+@triton.jit
+def quantized(values, scale):
+    """Returns float32 values in FP8, divided by their scale."""
+    return tl.minimum(tl.maximum(tl.div_rn(values, scale), -_MAX), _MAX).to(tl.float8e4nv)
+
+
+@triton.jit
 def _quantize_tokens(x, out, scales, depth, PDL: tl.constexpr):
     """Write one row of `x` in FP8, and its scale; see `segue.kernels.fp8.quantize`."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, _COLUMNS)
@@ -173,24 +185,32 @@ def _quantize_tokens(x, out, scales, depth, PDL: tl.constexpr):
     for start in range(0, depth, _COLUMNS):
         i = start + columns
         most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)))
-    scale = tl.maximum(tl.max(most) * _MAX_INVERSE, _SMALLEST_SCALE)
+    scale = scale_of(tl.max(most))
     for start in range(0, depth, _COLUMNS):
         i = start + columns
-        values = tl.div_rn(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32), scale)
-        values = tl.minimum(tl.maximum(values, -_MAX), _MAX)
-        tl.store(out + i, values.to(out.dtype.element_ty), mask=i < depth)
+        values = tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)
+        tl.store(out + i, quantized(values, scale), mask=i < depth)
     pdl_launch_dependents(PDL)
     tl.store(scales + row, scale)
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `x` `[M, K]` in FP8, and the scale of each row, float32 `[M, 1]`."""
-    out = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+def empty_tokens(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> FP8Tokens:
+    """Returns tokens `[num_rows, depth]` that a kernel is to write."""
+    values = torch.empty((num_rows, depth), dtype=FP8, device=device)
+    return FP8Tokens(values, torch.empty((num_rows, 1), dtype=torch.float32, device=device), dtype)
+
+
+def quantize_tokens(x: Tensor) -> FP8Tokens:
+    """Returns `x` `[M, K]` in FP8, with a scale for each row."""
+    tokens = empty_tokens(len(x), x.shape[1], x.dtype, x.device)
     _quantize_tokens[(len(x),)](
-        x=x.contiguous(), out=out, scales=scales, depth=x.shape[1], **launch_options(4, len(x))
+        x=x.contiguous(),
+        out=tokens.values,
+        scales=tokens.scales,
+        depth=x.shape[1],
+        **launch_options(4, len(x)),
     )
-    return out, scales
+    return tokens
 
 
 def fp8_linear(
@@ -206,11 +226,8 @@ def fp8_linear(
         bias: `[N]`.
         may_split: whether the result may be split-K partials.
     """
-    if len(x) > MAX_FEW_ROWS and not block and can_multiply_in_fp8(*weight.shape, x.dtype):
-        tokens, of_tokens = quantize_tokens(x)
-        return torch._scaled_mm(
-            tokens, weight.T, scale_a=of_tokens, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
-        )
+    if takes_fp8(len(x), weight, block, x.dtype):
+        return multiply_in_fp8(quantize_tokens(x), weight, scales, bias)
     (rows, depth), size = x.shape, len(weight)
     shape = FP8Shape(rows, size, depth, block, "split" if may_split else "whole")
     plan = choose_fp8(shape, x.dtype) or default_plan(shape, num_sms(x.device))
@@ -225,6 +242,18 @@ def fp8_gate_up_silu(x: Tensor, weight: Tensor, scales: Tensor, block: int) -> T
     (rows, depth), size = x.shape, len(weight)
     plan = choose_fp8(FP8Shape(rows, size, depth, block, "gated"), x.dtype)
     return None if plan is None else run_fp8(plan, x, weight, scales, block, None, gated=True)
+
+
+def takes_fp8(num_rows: int, weight: Tensor, block: int, dtype: torch.dtype) -> bool:
+    """Returns whether a GEMM of so many tokens is `multiply_in_fp8`."""
+    return num_rows > MAX_FEW_ROWS and not block and can_multiply_in_fp8(*weight.shape, dtype)
+
+
+def multiply_in_fp8(x: FP8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`, by the tensor cores' FP8; see `fp8_linear`."""
+    return torch._scaled_mm(
+        x.values, weight.T, scale_a=x.scales, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
+    )
 
 
 @cache
