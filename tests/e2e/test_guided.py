@@ -229,6 +229,7 @@ def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
         ThreadPoolExecutor(2) as pool,
         segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other,
     ):
+        other.generate(PROMPTS[0], drawn(1, **LONG[0]))  # from then on the processes are ready
         gate.close_after(10)
         guided, plain = (pool.submit(other.generate, PROMPTS[row], params[row]) for row in range(2))
         until(other, running_batch_size=2)

@@ -21,6 +21,7 @@ from segue.guided.matchers import Allowed, Matchers
 from segue.guided.processes import ProcessMatchers, _Running, count_for
 from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.requests import SamplingParams
+from tests.conftest import WaitUntil
 
 WORDS = [
     b"ab",
@@ -335,6 +336,23 @@ def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order(monkeypatch
     for connection in running.connections:  # as when the worker ends
         connection.close()
     assert [each.wait(60) for each in running.processes] == [0, 0]
+    made.close()
+
+
+def test_guided_requests_may_begin_once_the_processes_are_ready(wait_until: WaitUntil) -> None:
+    assert Matchers(table()).can_begin()
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 2)
+    assert made.can_begin(), "there is nothing to wait for without a vocabulary"
+    made.set_vocabulary(VOCABULARY)
+    assert not made.can_begin()
+    kill(made, 1)
+    assert not made.can_begin() and made._running is None, "it ended before it was ready"
+    wait_until(made.can_begin, what="the processes that are started again are ready")
+    assert made._running is not None and made._running.board.ready[:, 0].tolist() == [1, 1]
+    made._give_up(made._running)
+    made._next_start = float("inf")
+    assert made.can_begin(), "in a pause guided requests may come, and fail"
     made.close()
 
 

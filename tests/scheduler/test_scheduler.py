@@ -12,6 +12,7 @@ from segue.config import EngineConfig
 from segue.laps.cost import NO_WORK, Coefficients, StepTime, seconds_of
 from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
 from segue.messages.control import LapsLimits
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import (
     Abort,
     AddRequest,
@@ -27,7 +28,7 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome
 from segue.scheduler.request import Request, RequestPhase
-from segue.scheduler.scheduler import _GIVES_BACK, Scheduler
+from segue.scheduler.scheduler import _GIVES_BACK, GUIDES_LOOK_S, Scheduler
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -536,6 +537,19 @@ def test_a_pause_ends_the_wait_of_a_policy() -> None:
     assert sim.scheduler.wake_at == 5
     sim.scheduler.control.hold("user")
     assert (sim.step(), sim.scheduler.wake_at) == (False, None)
+
+
+def test_guided_requests_alone_wait_until_grammars_can_be_followed() -> None:
+    sim, grammar = Simulation(), GrammarSpec("regex", "a")
+    sim.scheduler.can_guide = False
+    sim.add("guided", [1, 2, 3], grammar=grammar, priority=1)
+    assert (sim.launch(), sim.scheduler.wake_at) == (None, GUIDES_LOOK_S), "an idle loop asks again"
+    sim.add("plain", [4, 5, 6], max_new_tokens=2)
+    assert sim.step() and sim.step()
+    assert set(sim.finished) == {"plain"} and not sim.scheduler.running
+    sim.scheduler.can_guide = True
+    sim.run()
+    assert sim.finished["guided"].reason == "length" and sim.scheduler.wake_at is None
 
 
 def test_a_policy_can_give_a_step_fewer_tokens() -> None:

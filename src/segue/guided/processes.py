@@ -5,8 +5,9 @@ wake up. So each process has its own GIL and a part of the slots, and polls the 
 sleeps only when none have come for a while. The worker posts the tokens of a step when it reads them, or when
 it needs the masks of the next step.
 
-Where a process ends, the guided requests that run fail, as their places in their grammars are lost. The next
-one starts all processes anew.
+Where a process ends, the guided requests that run fail, as their places in their grammars are lost, and all
+processes are started anew. Until they are ready, which takes about a second, the scheduler admits no guided
+request (`can_begin`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class _Running:
     """The processes of one start, and the board by which they are told of steps."""
 
     board: Board
+    is_ready = False  # whether all of them have prepared the vocabulary, as far as that was asked
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -185,6 +187,18 @@ class ProcessMatchers(Matchers):
             self._numbers[slot] = _LOST
             return
         self._numbers[slot], self._steps[slot], self._messages[slot] = self._last_guide, 0, message
+
+    def can_begin(self) -> bool:
+        """See `Matchers.can_begin`; starts the processes if none run and they may."""
+        if self._running is None:
+            self._start()
+        if (running := self._running) is None or running.is_ready:
+            return True
+        if running.exit_codes():
+            self._give_up(running)
+            return False
+        running.is_ready = bool(running.board.ready[:, 0].all())
+        return running.is_ready
 
     def forget(self, slots: Sequence[int]) -> None:
         """See `Matchers.forget`."""
@@ -333,8 +347,8 @@ class ProcessMatchers(Matchers):
             how = describe_exit(codes[0]) if codes else "early"
             self._lost = why or f"a process that follows grammars has ended {how}"
         logger.error(
-            "%s: the guided requests that run fail, and no others. A later one starts the processes again, "
-            "after %g s at the earliest. The log above may have the reason",
+            "%s: the guided requests that run fail, and no others. The processes are started again after "
+            "%g s. The log above may have the reason",
             self._lost,
             pause_s,
         )
