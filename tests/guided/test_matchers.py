@@ -19,7 +19,7 @@ import pytest
 from segue.guided.follower import NO_VOCABULARY
 from segue.guided.matchers import Allowed, Matchers
 from segue.guided.processes import ProcessMatchers, _Running, count_for
-from segue.messages.guided import GrammarSpec, GuidedVocabulary
+from segue.messages.guided import GrammarSpec, GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
 from tests.conftest import WaitUntil
 
@@ -376,6 +376,7 @@ def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> N
     found = allowed(made, 0, 2, 1)
     reason = "a process that follows grammars has ended by signal SIGKILL, perhaps because memory ran out"
     assert found.failures == {0: reason, 2: reason} and (found.masks == -1).all()
+    assert {type(why) for why in found.failures.values()} == {LostGuide}
     assert all(each.returncode is not None for each in killed.processes)
     made._last_step = 99
     put(made, 4, spec("regex", "bb"))  # the other guides are lost for good

@@ -9,10 +9,12 @@ import pytest
 from msgspec import structs
 
 from segue.config import EngineConfig
+from segue.errors import GuidedOutputError, GuideLostError, SegueError
 from segue.laps.cost import NO_WORK, Coefficients, StepTime, seconds_of
 from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
 from segue.messages.control import LapsLimits
-from segue.messages.guided import GrammarSpec
+from segue.messages.guided import GrammarSpec, LostGuide
+from segue.messages.leg import RETRYABLE
 from segue.messages.requests import (
     Abort,
     AddRequest,
@@ -484,6 +486,26 @@ def test_non_finite_prompt_logprobs_end_their_request(chunk: int) -> None:
     sim.results[0] = msgspec.structs.replace(sim.results[0], prompt_logprobs=entries)
     output = sim.apply()
     assert (output.finished[0].error, output.rids, output.prompt_logprobs) == ("NonFiniteLogitsError", [], {})
+    sim.run()
+
+
+@pytest.mark.parametrize(
+    ("why", "error", "remedy"),
+    [
+        ("too many", GuidedOutputError, "Give a"),
+        (LostGuide("it ended"), GuideLostError, "Send the request again"),
+    ],
+)
+def test_a_lost_guide_is_not_the_requests_fault(why: str, error: type[SegueError], remedy: str) -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], grammar=GrammarSpec("regex", "a"))
+    sim.launch()
+    sim.results[0] = msgspec.structs.replace(sim.results[0], failures={0: why})
+    (finished,) = sim.apply().finished
+    assert finished.error == error.__name__ and f"{why}. {remedy}" in (finished.message or "")
+    assert (error.status, error.code in RETRYABLE) == (
+        (503, True) if isinstance(why, LostGuide) else (400, False)
+    )
     sim.run()
 
 

@@ -34,7 +34,7 @@ from segue.guided.board import RING, Board
 from segue.guided.follower import NO_VOCABULARY, Mask
 from segue.guided.matchers import Matchers
 from segue.logs import logger
-from segue.messages.guided import GuidedVocabulary
+from segue.messages.guided import GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
 
 MOST, _CORES_EACH = 4, 4  # processes; the cores that the machine must have for each
@@ -228,7 +228,7 @@ class ProcessMatchers(Matchers):
         if len(lost):
             self._post(step)  # so that no step still reads their masks, which may be half written
             self._masks[slots[lost]] = -1
-            failures |= dict.fromkeys(lost.tolist(), self._lost)
+            failures |= dict.fromkeys(lost.tolist(), LostGuide(self._lost))
         self._waited_at = time.perf_counter()
         self._times["wait"].append(self._waited_at - began)
         return rows, failures
