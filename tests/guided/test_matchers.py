@@ -447,7 +447,8 @@ def test_where_no_process_can_be_started_only_guided_requests_fail(monkeypatch: 
 
 def test_there_are_processes_where_cores_are_left_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert [count_for("cuda", cores) for cores in (2, 4, 16, 64)] == [0, 1, 4, 4]
-    assert count_for("cpu", 64) == 0
+    assert [count_for("cuda", cores, cores) for cores in (2, 4, 16, 64)] == [0, 1, 4, 4]
+    assert [count_for("cuda", 64, share) for share in (1, 8, 64)] == [1, 2, 4], "eight engines of 64 cores"
+    assert count_for("cpu", 64, 64) == 0
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert count_for("cuda", 64) == 0
+    assert count_for("cuda", 64, 64) == 0

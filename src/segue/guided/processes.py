@@ -37,7 +37,7 @@ from segue.logs import logger
 from segue.messages.guided import GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
 
-MOST, _CORES_EACH = 4, 4  # processes; the cores that the machine must have for each
+MOST, _CORES_EACH = 4, 4  # processes; the cores that an engine must have for each
 _SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
@@ -46,11 +46,17 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts one per core, w
 _NO_GUIDE, _LOST = 0, -1  # numbers of guides: the slot has none; it has one that no process knows
 
 
-def count_for(device_type: str, cores: int) -> int:
-    """Return how many processes are of use beside a device; 0: a thread does the work."""
-    # On a CPU the steps have the cores. About the machine see `board`.
-    has_use = device_type != "cpu" and platform.machine() == "x86_64"
-    return min(MOST, cores // _CORES_EACH) if has_use else 0
+def count_for(device_type: str, cores: int, share: int) -> int:
+    """Return how many processes are of use beside a device; 0: a thread does the work.
+
+    Args:
+        device_type: on a CPU the steps have the cores.
+        cores: those that the engine may use.
+        share: those of them that it is to use, because other engines may use the same ones.
+    """
+    if device_type == "cpu" or platform.machine() != "x86_64" or cores < _CORES_EACH:  # see `board`
+        return 0
+    return max(1, min(MOST, cores // _CORES_EACH, share // _CORES_EACH))
 
 
 class _EndedError(Exception):

@@ -282,7 +282,8 @@ class Startup:
         self._state = BatchState(page_table, limits.max_seq_len)
         if self.tp.rank == 0:  # only it samples
             slots, vocab_size = len(page_table.data), self.source.config.vocab_size
-            processes = count_for(self.resolved.device.type, usable_cores())
+            share = torch.get_num_threads() * self.tp.size  # see `OMP_NUM_THREADS` of a cluster
+            processes = count_for(self.resolved.device.type, usable_cores(), share)
             self._masks = masks = MaskTable(slots, vocab_size, self.resolved.device, shared=processes > 0)
             self.matchers = Matchers(masks.host)
             if masks.descriptor is not None:
