@@ -62,6 +62,14 @@ def test_each_half_has_the_pages_of_its_own_sequences(fake: FakeFlashInfer) -> N
     assert fake.plans[True] == {"starts": [0, 0, 2, 2, 14], "pages": [4, 4, 4, 4, 8], "page_size": 16}
 
 
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_that_another_backend_serves_is_not_planned(half: str, fake: FakeFlashInfer) -> None:
+    case = Case([1, 1, 12], [9, 40, 50], 2, make=FlashInferAttention)
+    setattr(case.ctx.backend, f"serves_{half}", False)
+    case.ctx.backend.prepare(case.ctx)
+    assert set(fake.plans) == {half == "decode"}, "the key is whether it is causal, as prefill is"
+
+
 def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once(
     fake: FakeFlashInfer,
 ) -> None:

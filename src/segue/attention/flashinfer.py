@@ -318,9 +318,9 @@ class FlashInferAttention(PagedBackend):
         staged.wait()
         host = _Lengths.of(staged.lengths.numpy(), shape)
         _fill(host, lengths, self._page_size)
-        if shape.max_decode:
+        if shape.max_decode and self.serves_decode:
             self._decode.plan(staged.plans[0], host.decode_starts, host.decode_pages, shape.max_decode)
-        if shape.has_prefill:
+        if shape.has_prefill and self.serves_prefill:
             self._prefill.plan(staged.plans[1], host.prefill_starts, host.prefill_pages, shape.tokens)
         used = slice(_Lengths.end(shape))
         self._buffer[used].copy_(staged.lengths[used], non_blocking=True)

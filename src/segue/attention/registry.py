@@ -78,6 +78,10 @@ class PairedAttention(PagedBackend):
         ascending; the last backend also serves all larger steps.
         """
         self._sizes, self._decode = prefill, decode
+        halves = [half for _, half in prefill]
+        decode.serves_prefill = decode in halves
+        for half in halves:
+            half.serves_decode = half is decode
         self.num_bytes = sum(half.num_bytes for half in {decode, *(half for _, half in prefill)})
 
     def _prefill(self, tokens: int) -> PagedBackend:

@@ -120,7 +120,8 @@ class TritonAttention(PagedBackend):
         if ctx.blocks is None and ctx.has_prefill:
             table = query_blocks(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
-        self._plan = self._planned(ctx) if self._span is None and ctx.num_decode else None
+        plans = self._span is None and self.serves_decode and ctx.num_decode
+        self._plan = self._planned(ctx) if plans else None
 
     def _planned(self, ctx: Context) -> _Plan | None:
         """Returns how the keys of many decode rows are divided; None: there are few, all divided alike."""
