@@ -7,10 +7,12 @@ import json
 import mmap
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -386,6 +388,27 @@ def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> N
         taken = made.take(np.array([0, 1, 4]), lambda: [TOKENS.index(b"b")] * 3)
         assert taken is not None and taken.result() == complete
     made.close()
+
+
+def test_steps_of_requests_that_have_lost_their_places_do_not_wait_for_the_next_processes() -> None:
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 1)
+    made.set_vocabulary(VOCABULARY)
+    put(made, 0, spec("regex", "a+"))
+    assert not allowed(made, 0).failures
+    made.take(np.array([0]), lambda: [TOKENS.index(b"a")])
+    kill(made, 0)
+    assert list(allowed(made, 0).failures) == [0]
+    assert not made.can_begin() and made._running is not None
+    made._running.processes[0].send_signal(signal.SIGSTOP)  # however long it takes to be ready
+    with ThreadPoolExecutor(1) as thread:
+        taken = made.take(np.array([0]), lambda: [TOKENS.index(b"a")])
+        assert taken is not None
+        try:
+            assert list(thread.submit(allowed, made, 0).result(60).failures) == [0]
+            assert thread.submit(taken.result).result(60) == []
+        finally:
+            made.close()
 
 
 def kill(made: ProcessMatchers, index: int) -> _Running:

@@ -189,10 +189,10 @@ class ProcessMatchers(Matchers):
         self._start()
         self._last_guide += 1
         begin = (slot, self._last_guide, spec.kind, spec.text, params.late_eos, list(outputs))
-        if (message := self._send(slot % self._count, begin)) is None:
-            self._numbers[slot] = _LOST
-            return
-        self._numbers[slot], self._steps[slot], self._messages[slot] = self._last_guide, 0, message
+        with self._lock:  # or another thread might give all guides up in between, and not this one
+            message = self._send(slot % self._count, begin)
+            self._numbers[slot] = _LOST if message is None else self._last_guide
+            self._steps[slot], self._messages[slot] = 0, message or 0
 
     def can_begin(self) -> bool:
         """See `Matchers.can_begin`; starts the processes if none run and they may."""
@@ -221,7 +221,10 @@ class ProcessMatchers(Matchers):
         began = time.perf_counter()
         guided, failures = slots[rows], dict[int, str]()
         step = int(self._steps[guided].max())
-        if (running := self._running) is not None:
+        lives = self._numbers[guided] > 0
+        if (
+            running := self._running
+        ) is not None and lives.any():  # later processes have no part in lost ones
             with suppress(_EndedError):
                 board = running.board
                 self._post(step)
@@ -264,7 +267,7 @@ class ProcessMatchers(Matchers):
         """Post the tokens of a step, unless that is done; returns its rows whose grammars are complete."""
         with suppress(_EndedError):
             self._post(taken.number)
-            if (running := self._running) is not None:
+            if (running := self._running) is not None and (taken.guides > 0).any():
                 self._await(running, running.board.consumed, taken.number)
                 assert taken.number > self._last_step - RING, "its line is in use for another step"
                 complete = running.board.complete[taken.number % RING, : len(taken.rows)]
