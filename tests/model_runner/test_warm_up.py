@@ -180,6 +180,7 @@ FP8 = {
     "hidden_size": 4096,
     "quantization_config": {"quant_method": "fp8"},
 }  # large enough for products in FP8
+BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {},
     "few rows": {"rows": 8, "chunk": 4, "max_seq_len": 64},
@@ -188,7 +189,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd heads": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "head_dim": 64},
     "experts": fake.EXPERTS,
     "FP8": FP8,
-    "FP8, blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "FP8, blocks": BLOCKS,
+    "experts in FP8": {**fake.EXPERTS, **BLOCKS, "rows": 16, "chunk": 300, "max_seq_len": 600},
     "deterministic": {"deterministic": True},
     "KV in FP8": {"fp8_kv": True},
     "deterministic, KV in FP8": {"deterministic": True, "fp8_kv": True},

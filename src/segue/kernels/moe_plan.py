@@ -137,11 +137,16 @@ def _any_device(tokens: int, pairs: float, device: DeviceFacts, *, in_fp8: bool)
                     yield MoEPlan(block, TileConfig(64, 128, 5, 4, tma), TileConfig(64, 128, 5, 4, tma))
                 yield MoEPlan(block, TileConfig(64, 64, 3, 4, tma), TileConfig(64, 64, 3, 4, tma))
             else:
+                if in_fp8:
+                    yield MoEPlan(block, TileConfig(64, 64, 4, 8, tma), TileConfig(128, 64, 4, 8, tma))
                 yield MoEPlan(block, TileConfig(64, 64, 3, 4, tma), TileConfig(128, 64, 3, 4, tma))
 
 
 def is_valid(plan: MoEPlan, shape: MoEShape, device: DeviceFacts) -> bool:
-    """Whether a device can run a plan, and its tiles divide the weights."""
+    """Whether a device can run a plan, its tiles divide the weights, and its sums fit into registers.
+
+    With scales of blocks a product is beside the sums until it is added to them.
+    """
     if plan.block_m == 1:
         return True
     gemms: Iterable[tuple[TileConfig, int, int, int]] = (
@@ -156,5 +161,6 @@ def is_valid(plan: MoEPlan, shape: MoEShape, device: DeviceFacts) -> bool:
         * (weights * config.block_n * shape.element + plan.block_m * ELEMENT)
         * config.block_k
         <= device.shared_bytes
+        and (not shape.fp8_block or (weights + 1) * config.block_n * plan.block_m <= 4096 * config.warps)
         for config, weights, rows, depth in gemms
     )
