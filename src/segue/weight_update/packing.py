@@ -42,7 +42,8 @@ class PackedAhead:
             return
         given = dict.fromkeys(names)  # in order
         new = [name for name in given if name not in self._made]
-        needed, free = sum(view(name).nbytes for name in new), free_cpu_memory()
+        needed = sum(view(name).numel() for name in new) * self._served.dtype.itemsize
+        free = free_cpu_memory()
         if needed > free:
             logger.info(
                 "the weights are packed in the pause of their commit: packing them before would take %s, and "
