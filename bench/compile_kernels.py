@@ -30,10 +30,12 @@ from triton.runtime import JITFunction, driver
 from bench import report
 from segue.attention import triton as attention
 from segue.attention.base import AttentionShape, Context
+from segue.kernels import fp8_plan
 from segue.kernels.fp8 import ExpertWeights, FP8Experts
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape, Kind, candidates
 from segue.kernels.triton import (
     all_reduce,
+    fp8_gemm,
     gate_up_silu,
     gemm,
     grouped_copy,
@@ -154,6 +156,22 @@ def _gemms(device: DeviceFacts, rows: int) -> None:
         shape = GemmShape(rows, size, depth, kind)
         for plan in candidates([shape], device)[shape][:4]:
             gemm.run(plan, _bf16(rows, depth), weight, None, torch.bfloat16, gated=kind == "gated")
+
+
+def _fp8_gemms(device: DeviceFacts) -> None:
+    """Compile GEMMs by weights in FP8, with all kinds of scales: the default plans, and candidates."""
+    if device.capability < (8, 9):
+        return
+    for block, rows in itertools.product((0, 16, 128), (1, 32, 64, 4096)):
+        shape = fp8_plan.FP8Shape(rows, 6144, 4096, block, "split" if rows == 1 else "whole")
+        found = fp8_plan.candidates([shape], device)[shape][:4] if rows <= fp8_plan.MAX_FEW_ROWS else []
+        weight, scales = _fp8(256, 4096), torch.empty(256, 4096 // block if block else 1)
+        for plan in [fp8_plan.default_plan(shape, device.num_sms), *found]:
+            for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
+                fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
+    fp8_gemm.quantize_tokens(_bf16(64, 4096))
+    norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, in_fp8=True)
+    gate_up_silu.silu_mul_fp8(_bf16(256, 24576))
 
 
 def _batch_invariant(device: DeviceFacts) -> None:
@@ -311,7 +329,7 @@ def _weights(device: DeviceFacts) -> None:
 
 PARTS: list[Callable[[DeviceFacts], None]] = [
     *(partial(_gemms, rows=rows) for rows in ROWS),
-    *(_batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
+    *(_fp8_gemms, _batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
 ]
 
 

@@ -32,6 +32,7 @@ from segue.kernels.plan_store import PlanCache
 from segue.kernels.triton import plan_timing
 from segue.kernels.triton.launch import device_facts
 from segue.kernels.triton.moe import run_experts
+from segue.kernels.triton.plan_tasks import plan_tasks
 from segue.layers.moe_backend import run_by_expert
 from segue.sizes import ceil_div
 
@@ -127,7 +128,7 @@ def measure_kind(name: str, shape: MoEShape) -> tuple[list[list[str]], list[list
         Roofline and microseconds for each of TOKENS_FP8, and a line per plan that was tried.
     """
     own = ModelExperts(weights=[random_layer(shape) for _ in range(LAYERS)], per_token=PER_TOKEN)
-    tasks = plan_timing.plan_tasks([own], {}, device_facts())
+    tasks = plan_tasks([own], {}, device_facts())
     with tempfile.TemporaryDirectory() as directory:
         cache = PlanCache.of(Path(directory), device_facts(), {})
         found, text = plan_timing.find_plans([own], cache, budget_s=25)

@@ -152,5 +152,5 @@ def test_experts_in_fp8_get_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     cache = PlanCache.of(tmp_path, device_facts(), {})
     found, text = find_plans([ModelExperts(weights=layers, per_token=4)], cache, budget_s=20)
-    assert list(found) == ["32x4x768x1024 fp8 128"]
+    assert list(found) == ["32x4x768x1024 fp8/128"]
     assert text.startswith(f"{len(TOKENS)} of {len(TOKENS)} timed in ")

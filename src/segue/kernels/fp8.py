@@ -23,6 +23,26 @@ _NAN = 0x7F  # all bits but the sign
 _CHUNK, _CHUNK_CUDA = 1 << 15, 1 << 24  # elements searched at a time: on a CPU by one thread
 
 
+@dataclass(frozen=True, slots=True)
+class FP8Tokens:
+    """Activations in FP8, each token divided by its own scale, for a GEMM that multiplies in FP8."""
+
+    values: Tensor  # [T, K]
+    scales: Tensor  # float32 [T, 1]
+    dtype: torch.dtype  # of the activations that they were, and of the GEMM's result
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on CUDA."""
+        return self.values.is_cuda
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Activations = Tensor | FP8Tokens
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Experts:
     """The weights of E experts in FP8, each a matrix `[N, K]` with scales as `quantize` returns them."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from segue.kernels.fp8 import ExpertWeights, block_of
+from segue.kernels.fp8_plan import FP8Shape
 from segue.kernels.gemm_plan import GemmShape, Kind, row_buckets
 from segue.kernels.moe_plan import MoEShape
 
@@ -32,6 +33,24 @@ class ModelGemm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFP8Gemm:
+    """One GEMM of a model by weights in FP8, which several layers have."""
+
+    weights: Sequence[tuple[Tensor, Tensor]]  # [N, K] in FP8, and scales, float32 [N, blocks], of each layer
+    block: int  # see `kernels.fp8`
+    bias: Tensor | None
+    kind: Kind
+    first_rows: int
+    last_rows: int
+
+    def shapes(self) -> list[FP8Shape]:
+        """Returns its shapes, as `ModelGemm` does."""
+        size, depth = self.weights[0][0].shape
+        buckets = row_buckets(self.first_rows, self.last_rows)
+        return [FP8Shape(rows, size, depth, self.block, self.kind) for rows in buckets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExperts:
     """The experts of a model's layers: their weights are timed in turns."""
 
@@ -45,3 +64,7 @@ class ModelExperts:
         down = self.weights[0][1]
         num_experts, hidden, size = down.shape
         return MoEShape(num_experts, self.per_token, size, hidden, block_of(down))
+
+
+Planned = ModelGemm | ModelFP8Gemm | ModelExperts
+"""What may have plans."""

@@ -16,7 +16,6 @@ from segue.kernels.gemm_plan import ELEMENT, DeviceFacts
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # a plan serves up to so many tokens
 _MAX_PLANS = 10
 _FEW_TOKENS, _FEW_PAIRS = 4, 32  # so many tokens, or pairs per expert, have small tiles by default
-_FP8 = " fp8 "  # in keys, between the sizes and the block
 _MANY = 256  # pairs per expert from which all plans fill their tiles
 
 
@@ -64,14 +63,16 @@ class MoEShape:
     def key(self) -> str:
         """The key of the shape in tables of plans."""
         sizes = f"{self.num_experts}x{self.per_token}x{self.size}x{self.hidden}"
-        return sizes if self.fp8_block is None else f"{sizes}{_FP8}{self.fp8_block}"
+        if self.fp8_block is None:
+            return sizes
+        return f"{sizes} fp8" + (f"/{self.fp8_block}" if self.fp8_block else "")
 
     @staticmethod
     def of(key: str) -> MoEShape:
         """Returns the shape of a key."""
-        sizes, _, block = key.partition(_FP8)
+        sizes, fp8, block = key.partition(" fp8")
         shape = MoEShape(*map(int, sizes.split("x")))
-        return replace(shape, fp8_block=int(block)) if block else shape
+        return replace(shape, fp8_block=int(block[1:] or 0)) if fp8 else shape
 
     @property
     def element(self) -> int:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.fp8 import FP8
-from segue.kernels.ops import DequantizingGemm, add_rms_norm, linear, pack, pack_fp8
+from segue.kernels.fp8 import FP8, Activations
+from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, linear, pack, pack_fp8
 from segue.sizes import ceil_div
 
 
@@ -44,17 +44,20 @@ class RMSNorm(Layer):
         self.weight_float32 = self.weight.float() if self.weight.device.type == "cpu" else None
         return 0 if self.weight_float32 is None else self.weight_float32.nbytes
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, in_fp8: bool = False
+    ) -> tuple[Activations, Tensor]:
         """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
 
         `x` is `[T, N]`, or split-K partials, float32 `[S, T, N]`. `residual` is `[T, N]`; None stands for 0.
-        May overwrite both. Few rows take the fused all-reduce, if there is one.
+        May overwrite both. Few rows take the fused all-reduce, if there is one, whose result is never
+        `in_fp8`; what else is normalised is quantized, if that is asked for (`Linear.takes_fp8`).
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         fused_all_reduce = self.collectives.fused_all_reduce
         if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
             return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
-        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps)
+        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps, in_fp8=in_fp8)
 
 
 class Linear(Layer):
@@ -125,7 +128,11 @@ class Linear(Layer):
             return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
         return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def takes_fp8(self, num_rows: int) -> bool:
+        """Whether so many tokens are multiplied in FP8, so that a kernel before may quantize them."""
+        return isinstance(self.packed, FP8Gemm) and self.packed.takes_fp8(num_rows, self.dtype)
+
+    def forward(self, x: Activations) -> Tensor:
         """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""
         return linear(
             x,
@@ -150,7 +157,7 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.collectives = collectives
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm` takes.
 
         Partials are allowed unless the sum over the ranks is by `Collectives.all_reduce`, which cannot add

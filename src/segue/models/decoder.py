@@ -12,7 +12,7 @@ from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.cpu import ops as cpu
-from segue.kernels.fp8 import FP8, ExpertWeights, FP8Experts
+from segue.kernels.fp8 import FP8, Activations, ExpertWeights, FP8Experts
 from segue.kernels.ops import Derived, embed, gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
@@ -58,7 +58,7 @@ class Attention(Layer):
         return self.qk_weight.nbytes
 
     def forward(
-        self, x: Tensor, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
+        self, x: Activations, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
     ) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
 
@@ -135,10 +135,10 @@ class MLP(Layer):
         self.gate_up = Linear(hidden, 2 * own, bias=bias)
         self.down = RowParallelLinear(own, hidden, collectives=collectives, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks."""
-        own = self.gate_up
-        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed))
+        own, in_fp8 = self.gate_up, self.down.takes_fp8(len(x))
+        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed, in_fp8=in_fp8))
         return output
 
 
@@ -259,10 +259,12 @@ class DecoderLayer(Layer):
         of the previous layer's MLP. `residual` is None in the first layer. With `logits_indices` (int `[L]`)
         only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm(x, residual)
+        x, residual = self.input_norm(x, residual, in_fp8=self.attn.qkv.takes_fp8(x.shape[-2]))
         x = self.attn(x, angles, ctx, logits_indices)
         x, residual = self.post_norm(
-            x, residual if logits_indices is None else residual.index_select(0, logits_indices)
+            x,
+            residual if logits_indices is None else residual.index_select(0, logits_indices),
+            in_fp8=isinstance(self.mlp, MLP) and self.mlp.gate_up.takes_fp8(x.shape[-2]),
         )
         if self.is_sparse:
             return self.mlp(x, ctx.num_tokens if logits_indices is None else ctx.num_logits_indices), residual

@@ -13,16 +13,11 @@ per row; else it is a multiple of BK, or divides it.
 import triton
 import triton.language as tl
 
+from segue.kernels.triton.fp8_gemm import from_fp8
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 SUM_BLOCK = tl.constexpr(1024)  # columns per program of `sum_pairs`
-
-
-@triton.jit
-def _to_activations(w, dtype: tl.constexpr):
-    """Returns a tile of a weight in the dtype of the activations; FP8 is converted in registers."""
-    return w.to(dtype)
 
 
 @triton.jit
@@ -212,10 +207,12 @@ def _multiply(
 
     The scales of whole rows are left out. For the other arguments see `_scale_of_rows`.
     """
-    if not BLOCK:
-        acc = tl.dot(_to_activations(w, t.dtype), t, acc, input_precision=PRECISION)
+    if scales is None:
+        acc = tl.dot(w, t, acc, input_precision=PRECISION)
+    elif not BLOCK:
+        acc = tl.dot(from_fp8(w, t.dtype), t, acc, input_precision=PRECISION)
     elif BLOCK % BK == 0:
-        product = tl.dot(_to_activations(w, t.dtype), t, input_precision=PRECISION)
+        product = tl.dot(from_fp8(w, t.dtype), t, input_precision=PRECISION)
         acc += product * _scale_of_rows(scales, row, inside, start, depth, BLOCK)[:, None]
     else:
         scaled = _times_scales(w, scales, row, inside, start, depth, BLOCK, BN, BK).to(t.dtype)

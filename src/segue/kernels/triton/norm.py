@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.fp8 import MAX as FP8_MAX
+from segue.kernels.fp8 import Activations, FP8Tokens
+from segue.kernels.triton.fp8_gemm import empty_tokens, quantized, scale_of
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
@@ -18,6 +20,7 @@ def _add_rms_norm(
     residual,
     weight,
     normed,
+    scales,
     total_out,
     num_rows,
     size,
@@ -29,7 +32,8 @@ def _add_rms_norm(
     """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
-    two that holds the `size` columns.
+    two that holds the `size` columns. With `scales` the result is stored in FP8, and its scale there; it has
+    the bits that quantizing it later would give.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -44,20 +48,29 @@ def _add_rms_norm(
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
+    result = wide * rms * scale
+    if scales is not None:
+        result = result.to(total_out.dtype.element_ty).to(tl.float32)
+        of_token = scale_of(tl.max(tl.abs(result)))
+        tl.store(scales + row, of_token)
+        result = quantized(result, of_token)
+    tl.store(normed + row * size + columns, result, mask=inside)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, in_fp8: bool = False
+) -> tuple[Activations, Tensor]:
     """See `segue.kernels.ops.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
-    normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
-    total = torch.empty_like(normed)
+    total = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
+    normed = empty_tokens(num_rows, size, weight.dtype, x.device) if in_fp8 else torch.empty_like(total)
     block = triton.next_power_of_2(size)
     _add_rms_norm[(num_rows,)](
         x=x,
         residual=residual,
         weight=weight,
-        normed=normed,
+        normed=normed.values if isinstance(normed, FP8Tokens) else normed,
+        scales=normed.scales if isinstance(normed, FP8Tokens) else None,
         total_out=total,
         num_rows=num_rows,
         size=size,
