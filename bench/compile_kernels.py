@@ -36,6 +36,7 @@ from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape
 from segue.kernels.triton import (
     all_reduce,
     fp8_gemm,
+    fp8_tokens,
     gate_up_silu,
     gemm,
     grouped_copy,
@@ -169,9 +170,13 @@ def _fp8_gemms(device: DeviceFacts) -> None:
         for plan in [fp8_plan.default_plan(shape, device.num_sms), *found]:
             for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
                 fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
-    fp8_gemm.quantize_tokens(_bf16(64, 4096))
-    norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, in_fp8=True)
-    gate_up_silu.silu_mul_fp8(_bf16(256, 24576))
+    for block in (0, 128):
+        tokens = fp8_tokens.quantize_tokens(_bf16(256, 4096), block)
+        norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, fp8_block=block)
+        gate_up_silu.silu_mul_fp8(_bf16(256, 24576), block)
+    if device.has_tma:  # others take the kernel of few rows
+        for size in (6144, 24576):
+            fp8_tokens.multiply_in_fp8(tokens, _fp8(size, 4096), torch.empty(size, 32), None)
 
 
 def _batch_invariant(device: DeviceFacts) -> None:

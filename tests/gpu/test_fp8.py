@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300])
 @pytest.mark.parametrize(("size", "depth"), [(100, 304), (1536, 576), (6144, 4096), (4096, 12288)])
 def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool, block: int) -> None:
-    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8, fp8_linear
+    from segue.kernels.triton.fp8_gemm import fp8_linear
+    from segue.kernels.triton.fp8_tokens import takes_fp8
 
     x = normal(rows, depth, dtype=torch.bfloat16)
     weight, scales = quantize(normal(size, depth, seed=1).mul_(0.02), block)
@@ -36,8 +37,8 @@ def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool,
     if found.dim() == 3:
         found = found.sum(0)
     tokens = x.float()
-    if rows > 64 and not block and can_multiply_in_fp8(size, depth, x.dtype):
-        tokens = dequantize(*quantize(x, num_scales=1))
+    if takes_fp8(rows, weight, block, x.dtype):
+        tokens = dequantize(*quantize(x, block, num_scales=1), block)
     expected = tokens @ dequantize(weight, scales, block).T + (0 if bias is None else bias.float())
     assert (found.float() - expected).norm() < 4e-3 * expected.norm()
 
@@ -107,31 +108,36 @@ def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_large_weights_and_many_rows_are_multiplied_in_fp8() -> None:
-    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8
+    from segue.kernels.triton.fp8_tokens import can_multiply_in_fp8
 
-    assert can_multiply_in_fp8(6144, 4096, torch.bfloat16) == (torch.cuda.get_device_capability() >= (9, 0))
-    assert not can_multiply_in_fp8(1536, 576, torch.bfloat16)
+    for block in (0, 128):
+        found = can_multiply_in_fp8(6144, 4096, block, torch.bfloat16)
+        assert found == (torch.cuda.get_device_capability() >= (9, 0))
+        assert not can_multiply_in_fp8(1536, 576, block, torch.bfloat16)
+    assert not can_multiply_in_fp8(6144, 4096, 16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 16), (7, 576), (300, 4096), (65, 12288)])
-def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int) -> None:
-    from segue.kernels.triton.fp8_gemm import quantize_tokens
+def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int, block: int) -> None:
+    from segue.kernels.triton.fp8_tokens import quantize_tokens
 
     x = normal(rows, depth, dtype=torch.bfloat16)
     x[0] = 0
-    found = quantize_tokens(x)
-    expected, of_rows = quantize(x.cpu(), num_scales=1)
+    found = quantize_tokens(x, block)
+    expected, of_rows = quantize(x.cpu(), block, num_scales=1)
     assert torch.equal(found.scales.cpu(), of_rows)
     assert torch.equal(found.values.cpu().float(), expected.float())
 
 
-def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that() -> None:
-    from segue.kernels.triton.fp8_gemm import quantize_tokens
+@pytest.mark.parametrize("block", [0, 128])
+def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that(block: int) -> None:
+    from segue.kernels.triton.fp8_tokens import quantize_tokens
     from segue.kernels.triton.gate_up_silu import silu_mul, silu_mul_fp8
     from segue.kernels.triton.norm import add_rms_norm
 
     def assert_equal(found: Any, expected: torch.Tensor) -> None:
-        tokens = quantize_tokens(expected)
+        tokens = quantize_tokens(expected, block)
         assert torch.equal(found.scales, tokens.scales)
         assert torch.equal(found.values.view(torch.uint8), tokens.values.view(torch.uint8))
 
@@ -143,23 +149,24 @@ def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that()
         x[0], residual[0], gate_up[1] = 0, 0, 0
         weight = normal(size, dtype=torch.bfloat16, seed=3)
         for branch in (x, torch.stack([x.float(), x.float() * 0.5])):
-            found, total = add_rms_norm(branch, residual, weight, 1e-6, in_fp8=True)
+            found, total = add_rms_norm(branch, residual, weight, 1e-6, fp8_block=block)
             expected, of_both = add_rms_norm(branch, residual, weight, 1e-6)
             assert torch.equal(total, of_both)
             assert_equal(found, expected)
-        assert_equal(silu_mul_fp8(gate_up), silu_mul(gate_up, torch.bfloat16))
+        assert_equal(silu_mul_fp8(gate_up, block), silu_mul(gate_up, torch.bfloat16))
 
 
-def test_quantizing_early_changes_no_bit_of_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layout", ["float32", "blocks"])
+def test_quantizing_early_changes_no_bit(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.kernels.triton import fp8_gemm
+    from segue.kernels.triton import fp8_tokens
     from segue.layers.blocks import Linear
 
-    monkeypatch.setattr(fp8_gemm, "_MIN_WEIGHTS", 1)
-    fp8_gemm.can_multiply_in_fp8.cache_clear()
+    monkeypatch.setattr(fp8_tokens, "_MIN_WEIGHTS", 1)
+    fp8_tokens.can_multiply_in_fp8.cache_clear()
     model = tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64, hidden_size=1024)
-    tiny.save(model, tmp_path)
+    tiny.save(model, tmp_path) if layout == "float32" else tiny_fp8.write(tmp_path, layout, model)
     asked = []
 
     def run() -> list[Any]:
@@ -171,13 +178,13 @@ def test_quantizing_early_changes_no_bit_of_an_engine(
     def tokens(found: list[Any]) -> list[Any]:
         return [one["meta_info"]["output_token_logprobs"] for one in found]
 
-    takes_fp8 = Linear.takes_fp8
-    monkeypatch.setattr(Linear, "takes_fp8", lambda *args: asked.append(takes_fp8(*args)) or asked[-1])
+    fp8_block = Linear.fp8_block
+    monkeypatch.setattr(Linear, "fp8_block", lambda *args: asked.append(fp8_block(*args)) or asked[-1])
     early = tokens(run())
-    assert any(asked)
-    monkeypatch.setattr(Linear, "takes_fp8", lambda *args: False)
+    assert {block for block in asked if block is not None} == {0 if layout == "float32" else 128}
+    monkeypatch.setattr(Linear, "fp8_block", lambda *args: None)
     assert tokens(run()) == early
-    fp8_gemm.can_multiply_in_fp8.cache_clear()
+    fp8_tokens.can_multiply_in_fp8.cache_clear()
 
 
 @pytest.mark.parametrize("block", [0, 16, 128])

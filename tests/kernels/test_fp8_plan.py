@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Shape, candidates, default_plan
+from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Shape, candidates, default_plan, row_steps
 from segue.kernels.gemm_plan import ROWS, Kind
 from tests.kernels.test_gemm_plan import H200, L40S
 
@@ -62,3 +62,16 @@ def test_the_default_plan_splits_only_where_it_may(rows) -> None:
     assert whole == replace(split, splits=1)
     assert split.splits > 1 or rows > 1024
     assert min(rows, MAX_FEW_ROWS) <= split.block_m
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "kind"), [(1024, 3072, "split"), (6144, 1024, "whole"), (96, 96, "split")]
+)
+def test_between_two_steps_of_rows_the_kernels_are_the_same(size, depth, kind) -> None:
+    shape, most = FP8Shape(1, size, depth, 0, kind), 20000
+    steps = sorted({*row_steps([shape], most, 132), most})
+    plans = {rows: default_plan(replace(shape, rows=rows), 132) for rows in range(1, most + 1)}
+    for rows, plan in plans.items():
+        representative = next(step for step in steps if rows <= step)
+        assert plan == plans[representative]
+    assert len(steps) < 30

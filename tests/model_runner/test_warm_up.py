@@ -41,7 +41,8 @@ OF_STEPS = {
     *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
-    *("fp8_gemm._fp8_gemm", "fp8_gemm._quantize_tokens", "gate_up_silu._silu_mul_fp8"),
+    *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
+    "gate_up_silu._silu_mul_fp8",
 }
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {
@@ -111,7 +112,7 @@ def test_of_captured_sizes_the_first_of_each_interval_is_run() -> None:
 def test_the_work_fits_an_engine(changes: dict[str, int]) -> None:
     sizes = limits(**changes)
     rows, chunk = sizes.max_running_requests, sizes.chunked_prefill_size
-    found = [*all_steps({3, 8, 40}, sizes, max_scored=30)]
+    found = [*all_steps({3, 8, 40}, sizes)]
     for step in found:
         plan = step.plan(1)
         assert 0 < len(plan.slots) <= rows and max(plan.slots) < rows
@@ -180,7 +181,7 @@ FP8 = {
     "hidden_size": 4096,
     "quantization_config": {"quant_method": "fp8"},
 }  # large enough for products in FP8
-BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {},
     "few rows": {"rows": 8, "chunk": 4, "max_seq_len": 64},
@@ -189,8 +190,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd heads": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "head_dim": 64},
     "experts": fake.EXPERTS,
     "FP8": FP8,
-    "FP8, blocks": BLOCKS,
-    "experts in FP8": {**fake.EXPERTS, **BLOCKS, "rows": 16, "chunk": 300, "max_seq_len": 600},
+    "FP8, blocks": {**FP8, **FP8_BLOCKS, "rows": 600, "chunk": 2048},
+    "FP8, small": {**FP8_BLOCKS, "rows": 1024, "chunk": 16384},
+    "experts in FP8": {**fake.EXPERTS, **FP8_BLOCKS, "rows": 16, "chunk": 300, "max_seq_len": 600},
     "deterministic": {"deterministic": True},
     "KV in FP8": {"fp8_kv": True},
     "deterministic, KV in FP8": {"deterministic": True, "fp8_kv": True},
@@ -228,6 +230,7 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
     for options in (
         {"rows": 64},
         {**FP8, "rows": 16},
+        {**FP8, **FP8_BLOCKS, "rows": 16},
         {**fake.EXPERTS, "rows": 16},
         {"ranks": 2, "one_shot": True, "rows": 16},
         {"flashinfer": True, "rows": 16},

@@ -66,14 +66,35 @@ def default_plan(shape: FP8Shape, num_sms: int) -> FP8Plan:
     """Returns a plan that runs on any device that has FP8; K is split to keep all SMs busy."""
     is_small, splits = shape.rows <= MAX_FEW_ROWS, 1
     block_m = _block_m(shape.rows)
-    is_short = -(-shape.rows // 128) * -(-shape.size // 128) < num_sms
-    block_n = 64 if is_small or is_short else 128
+    block_n = 64 if is_small else many_rows_tile(shape.rows, shape.size, num_sms)
     programs = -(-shape.rows // block_m) * -(-shape.size // block_n)
     while shape.kind == "split" and programs * splits < 2 * num_sms and shape.depth >= 2 * splits * 512:
         splits *= 2
     if is_small:
         return FP8Plan(block_m, block_n, block_k=128, splits=splits, stages=4, warps=4)
     return FP8Plan(block_m, block_n, block_k=64, splits=splits, stages=3, warps=8)
+
+
+def many_rows_tile(rows: int, size: int, num_sms: int) -> int:
+    """Returns how many rows of the weight a tile of 128 tokens has."""
+    return 128 if -(-rows // 128) * -(-size // 128) >= num_sms else 64
+
+
+def row_steps(shapes: Iterable[FP8Shape], max_rows: int, num_sms: int) -> set[int]:
+    """Returns the numbers of rows up to which GEMMs of these shapes have the same kernels by default.
+
+    Those of plans that the start found are not among them. The rows of the shapes do not matter.
+    """
+
+    def kernel(shape: FP8Shape, rows: int) -> tuple[int, int]:
+        plan = default_plan(replace(shape, rows=rows), num_sms)
+        return plan.block_n, plan.splits  # the reader of the result has a kernel for each number of splits
+
+    found = {16, 32, MAX_FEW_ROWS}
+    for shape in {replace(shape, rows=1) for shape in shapes}:
+        ends = range(128, max_rows + 128, 128)
+        found |= {end for end in ends if kernel(shape, end) != kernel(shape, end + 128)}
+    return found
 
 
 def candidates(shapes: Iterable[FP8Shape], device: DeviceFacts) -> dict[FP8Shape, list[FP8Plan]]:

@@ -69,18 +69,18 @@ def _sqrt(square: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, in_fp8: bool = False
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, fp8_block: int | None = None
 ) -> tuple[Activations, Tensor]:
     """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
 
     May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`, which are
     added up here. `residual` is `[T, N]`; None: `x` is the sum already, as before the first layer. On CUDA
-    the normalised sum may be quantized `in_fp8`.
+    the normalised sum may be quantized: with a scale per token (0), or for each `fp8_block` columns.
     """
     if x.is_cuda:
         from segue.kernels.triton.norm import add_rms_norm as fused
 
-        return fused(x, residual, weight, eps, in_fp8=in_fp8)
+        return fused(x, residual, weight, eps, fp8_block=fp8_block)
     if cpu.usable(x):
         return cpu.add_rms_norm(x, residual, weight, eps)
     total = x if residual is None else residual.add_(x)
@@ -167,15 +167,15 @@ class FP8Gemm:
 
         return fp8_linear(x, self.weight, self.scales, self.block, bias, may_split=may_split)
 
-    def takes_fp8(self, num_rows: int, dtype: torch.dtype) -> bool:
-        """Whether so many tokens in `dtype` are multiplied in FP8, so that they may be `FP8Tokens`."""
-        from segue.kernels.triton.fp8_gemm import takes_fp8
+    def fp8_block(self, num_rows: int, dtype: torch.dtype) -> int | None:
+        """The columns per scale (0: all) if so many tokens in `dtype` are to be `FP8Tokens`, else None."""
+        from segue.kernels.triton.fp8_tokens import takes_fp8
 
-        return takes_fp8(num_rows, self.weight, self.block, dtype)
+        return self.block if takes_fp8(num_rows, self.weight, self.block, dtype) else None
 
     def multiply(self, x: FP8Tokens, bias: Tensor | None) -> Tensor:
-        """`[M, in] -> [M, out]`, of tokens that `takes_fp8` is true for."""
-        from segue.kernels.triton.fp8_gemm import multiply_in_fp8
+        """`[M, in] -> [M, out]`."""
+        from segue.kernels.triton.fp8_tokens import multiply_in_fp8
 
         return multiply_in_fp8(x, self.weight, self.scales, bias)
 
@@ -255,7 +255,7 @@ def linear(
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
     if isinstance(x, FP8Tokens):
-        assert isinstance(packed, FP8Gemm), "its `takes_fp8` is asked first"
+        assert isinstance(packed, FP8Gemm), "its `fp8_block` is asked first"
         return packed.multiply(x, bias)
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import choose, run
@@ -289,20 +289,21 @@ def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
 
 
 def gate_up_silu(
-    x: Activations, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, in_fp8: bool = False
+    x: Activations, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, fp8_block: int | None = None
 ) -> Activations:
     """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
     `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster. `packed`
-    is the result of `pack(weight)` or `pack_fp8`. With `in_fp8` a result that would be quantized next, of
-    many tokens on CUDA, is quantized already where one kernel can do both.
+    is the result of `pack(weight)` or `pack_fp8`. With `fp8_block`, see `add_rms_norm`, the result of
+    many tokens is quantized, where one kernel can do both.
     """
     if isinstance(x, FP8Tokens):
         from segue.kernels.triton.gate_up_silu import MAX_FP8_COLUMNS, silu_mul_fp8
 
         gate_up = linear(x, weight, bias, packed)
-        is_short = gate_up.shape[1] <= 2 * MAX_FP8_COLUMNS
-        return silu_mul_fp8(gate_up) if in_fp8 and is_short else silu_mul(gate_up, x.dtype)
+        if fp8_block is not None and gate_up.shape[1] <= 2 * MAX_FP8_COLUMNS:
+            return silu_mul_fp8(gate_up, fp8_block)
+        return silu_mul(gate_up, x.dtype)
     if x.is_cuda and bias is None and (packed is None or isinstance(packed, FP8Gemm)):
         from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
 

@@ -45,19 +45,19 @@ class RMSNorm(Layer):
         return 0 if self.weight_float32 is None else self.weight_float32.nbytes
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, in_fp8: bool = False
+        self, x: Tensor, residual: Tensor | None = None, *, fp8_block: int | None = None
     ) -> tuple[Activations, Tensor]:
         """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
 
         `x` is `[T, N]`, or split-K partials, float32 `[S, T, N]`. `residual` is `[T, N]`; None stands for 0.
         May overwrite both. Few rows take the fused all-reduce, if there is one, whose result is never
-        `in_fp8`; what else is normalised is quantized, if that is asked for (`Linear.takes_fp8`).
+        quantized; others are, with the `fp8_block` of the layer that reads them (`Linear.fp8_block`).
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         fused_all_reduce = self.collectives.fused_all_reduce
         if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
             return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
-        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps, in_fp8=in_fp8)
+        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps, fp8_block=fp8_block)
 
 
 class Linear(Layer):
@@ -128,9 +128,13 @@ class Linear(Layer):
             return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
         return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
 
-    def takes_fp8(self, num_rows: int) -> bool:
-        """Whether so many tokens are multiplied in FP8, so that a kernel before may quantize them."""
-        return isinstance(self.packed, FP8Gemm) and self.packed.takes_fp8(num_rows, self.dtype)
+    def fp8_block(self, num_rows: int) -> int | None:
+        """The columns per scale (0: all) if so many tokens are multiplied in FP8, else None.
+
+        The kernel before this layer may quantize them then.
+        """
+        packed = self.packed
+        return packed.fp8_block(num_rows, self.dtype) if isinstance(packed, FP8Gemm) else None
 
     def forward(self, x: Activations) -> Tensor:
         """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""

@@ -137,8 +137,8 @@ class MLP(Layer):
 
     def forward(self, x: Activations) -> Tensor:
         """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks."""
-        own, in_fp8 = self.gate_up, self.down.takes_fp8(len(x))
-        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed, in_fp8=in_fp8))
+        own, block = self.gate_up, self.down.fp8_block(len(x))
+        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed, fp8_block=block))
         return output
 
 
@@ -259,12 +259,12 @@ class DecoderLayer(Layer):
         of the previous layer's MLP. `residual` is None in the first layer. With `logits_indices` (int `[L]`)
         only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm(x, residual, in_fp8=self.attn.qkv.takes_fp8(x.shape[-2]))
+        x, residual = self.input_norm(x, residual, fp8_block=self.attn.qkv.fp8_block(x.shape[-2]))
         x = self.attn(x, angles, ctx, logits_indices)
         x, residual = self.post_norm(
             x,
             residual if logits_indices is None else residual.index_select(0, logits_indices),
-            in_fp8=isinstance(self.mlp, MLP) and self.mlp.gate_up.takes_fp8(x.shape[-2]),
+            fp8_block=self.mlp.gate_up.fp8_block(x.shape[-2]) if isinstance(self.mlp, MLP) else None,
         )
         if self.is_sparse:
             return self.mlp(x, ctx.num_tokens if logits_indices is None else ctx.num_logits_indices), residual

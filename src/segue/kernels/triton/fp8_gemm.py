@@ -1,4 +1,4 @@
-"""GEMMs by a weight in FP8: few rows stream the weight, many rows use the tensor cores' FP8.
+"""GEMMs of few rows by a weight in FP8, which stream the weight.
 
 For few rows the time is that of reading the weight, which takes half as long as in bfloat16. One kernel has
 two ways to multiply, and the start of an engine times both (`plan_timing.py`):
@@ -9,9 +9,8 @@ two ways to multiply, and the start of an engine times both (`plan_timing.py`):
 
 Both multiply by the scales once products are summed, and give results as precise as bfloat16.
 
-For many rows and a large weight the time is that of the multiplications. There the tokens are quantized too,
-each by its greatest value, and `torch._scaled_mm` multiplies in FP8. Devices, shapes and scales that it does
-not support use the kernel here.
+For many rows and a large weight `fp8_tokens.py` multiplies in FP8. What that does not support, and with many
+rows small weights, takes the kernel here.
 """
 
 from functools import cache
@@ -21,16 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE, FP8Tokens
 from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
 from segue.kernels.plan_store import found_plans, lookup
+from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens, takes_fp8
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
-
-_MIN_WEIGHTS = 1 << 22  # of a smaller weight the GEMM is too short to be worth a kernel that quantizes tokens
-_COLUMNS = tl.constexpr(4096)  # per step of a program that quantizes a token
-_MAX, _MAX_INVERSE, _SMALLEST_SCALE = (tl.constexpr(each) for each in (MAX, MAX_INVERSE, SMALLEST_SCALE))
-
 
 # Four numbers in FP8 (e4m3) to bfloat16. Two bytes each are put into the upper halves of 16 bits, and all but
 # the sign is shifted to where bfloat16 has the lowest 4 bits of its exponent and the highest 3 of its
@@ -162,57 +156,6 @@ def _fp8_gemm(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(n < size) & (m < num_rows))
 
 
-@triton.jit
-def scale_of(most):
-    """Returns the scale of a token whose greatest absolute value is `most`."""
-    return tl.maximum(most * _MAX_INVERSE, _SMALLEST_SCALE)
-
-
-@triton.jit
-def quantized(values, scale):
-    """Returns float32 values in FP8, divided by their scale."""
-    return tl.minimum(tl.maximum(tl.div_rn(values, scale), -_MAX), _MAX).to(tl.float8e4nv)
-
-
-@triton.jit
-def _quantize_tokens(x, out, scales, depth, PDL: tl.constexpr):
-    """Write one row of `x` in FP8, and its scale; see `segue.kernels.fp8.quantize`."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, _COLUMNS)
-    x += row * depth
-    out += row * depth
-    pdl_wait(PDL)
-    most = tl.zeros((_COLUMNS,), tl.float32)
-    for start in range(0, depth, _COLUMNS):
-        i = start + columns
-        most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)))
-    scale = scale_of(tl.max(most))
-    for start in range(0, depth, _COLUMNS):
-        i = start + columns
-        values = tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)
-        tl.store(out + i, quantized(values, scale), mask=i < depth)
-    pdl_launch_dependents(PDL)
-    tl.store(scales + row, scale)
-
-
-def empty_tokens(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> FP8Tokens:
-    """Returns tokens `[num_rows, depth]` that a kernel is to write."""
-    values = torch.empty((num_rows, depth), dtype=FP8, device=device)
-    return FP8Tokens(values, torch.empty((num_rows, 1), dtype=torch.float32, device=device), dtype)
-
-
-def quantize_tokens(x: Tensor) -> FP8Tokens:
-    """Returns `x` `[M, K]` in FP8, with a scale for each row."""
-    tokens = empty_tokens(len(x), x.shape[1], x.dtype, x.device)
-    _quantize_tokens[(len(x),)](
-        x=x.contiguous(),
-        out=tokens.values,
-        scales=tokens.scales,
-        depth=x.shape[1],
-        **launch_options(4, len(x)),
-    )
-    return tokens
-
-
 def fp8_linear(
     x: Tensor, weight: Tensor, scales: Tensor, block: int, bias: Tensor | None, *, may_split: bool
 ) -> Tensor:
@@ -227,7 +170,7 @@ def fp8_linear(
         may_split: whether the result may be split-K partials.
     """
     if takes_fp8(len(x), weight, block, x.dtype):
-        return multiply_in_fp8(quantize_tokens(x), weight, scales, bias)
+        return multiply_in_fp8(quantize_tokens(x, block), weight, scales, bias)
     (rows, depth), size = x.shape, len(weight)
     shape = FP8Shape(rows, size, depth, block, "split" if may_split else "whole")
     plan = choose_fp8(shape, x.dtype) or default_plan(shape, num_sms(x.device))
@@ -244,27 +187,6 @@ def fp8_gate_up_silu(x: Tensor, weight: Tensor, scales: Tensor, block: int) -> T
     return None if plan is None else run_fp8(plan, x, weight, scales, block, None, gated=True)
 
 
-def takes_fp8(num_rows: int, weight: Tensor, block: int, dtype: torch.dtype) -> bool:
-    """Returns whether a GEMM of so many tokens is `multiply_in_fp8`."""
-    return num_rows > MAX_FEW_ROWS and not block and can_multiply_in_fp8(*weight.shape, dtype)
-
-
-def multiply_in_fp8(x: FP8Tokens, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`, by the tensor cores' FP8; see `fp8_linear`."""
-    return torch._scaled_mm(
-        x.values, weight.T, scale_a=x.scales, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
-    )
-
-
-@cache
-def can_multiply_in_fp8(size: int, depth: int, dtype: torch.dtype) -> bool:
-    """Returns whether `torch._scaled_mm` is to multiply by a weight `[size, depth]` with a scale per row."""
-    if size * depth < _MIN_WEIGHTS:
-        return False
-    fits = size % 16 == 0 and depth % 16 == 0 and dtype == torch.bfloat16
-    return fits and torch.cuda.get_device_capability() >= (9, 0)
-
-
 @cache
 def choose_fp8(shape: FP8Shape, dtype: torch.dtype) -> FP8Plan | None:
     """Returns the plan that the start found for a GEMM of activations in `dtype`, or None."""
@@ -272,14 +194,6 @@ def choose_fp8(shape: FP8Shape, dtype: torch.dtype) -> FP8Plan | None:
         return None
     plan = lookup([(found_plans(), shape.kind)], shape.key, shape.rows)
     return FP8Plan(**plan) if plan else None
-
-
-def row_steps() -> set[int]:
-    """Returns the numbers of rows up to which the kernels of a GEMM are the same.
-
-    Those of the plans that the start found belong to `segue.kernels.triton.gemm.row_steps`.
-    """
-    return {16, 32, MAX_FEW_ROWS}
 
 
 def run_fp8(

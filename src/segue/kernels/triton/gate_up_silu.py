@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.gemm_plan import MAX_GATED_ROWS
 from segue.kernels.triton import gemm
-from segue.kernels.triton.fp8_gemm import empty_tokens, quantized, scale_of
+from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import grouped_tile, load_split_k, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
@@ -56,9 +56,11 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     return output
 
 
-@triton.jit
-def _silu_mul_fp8(gate_up, output, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Writes `silu(gate) * up` of one row in FP8, and its scale: what quantizing the result would give."""
+@triton.jit(do_not_specialize=["stride"])
+def _silu_mul_fp8(
+    gate_up, output, scales, stride, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
+    """Writes `silu(gate) * up` of one row by `store_quantized`: what quantizing the result would give."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < size
     pdl_wait(PDL)
@@ -66,22 +68,25 @@ def _silu_mul_fp8(gate_up, output, scales, size, BLOCK: tl.constexpr, PDL: tl.co
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
     result = silu_mul_tile(gate, up).to(gate_up.dtype.element_ty).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(result)))
-    tl.store(scales + row, scale)
-    tl.store(output + row * size + columns, quantized(result, scale), mask=inside)
+    store_quantized(result, output + row * size, scales + row, stride, inside, BLOCK, GROUP)
 
 
-def silu_mul_fp8(gate_up: Tensor) -> FP8Tokens:
-    """Returns `silu_mul` of `gate_up` `[T, 2 * I]`, quantized: `[T, I]`. I is at most `MAX_FP8_COLUMNS`."""
+def silu_mul_fp8(gate_up: Tensor, group: int) -> FP8Tokens:
+    """Returns `silu_mul` of `gate_up` `[T, 2 * I]`, quantized: `[T, I]`. I is at most `MAX_FP8_COLUMNS`.
+
+    For `group` see `block` of `segue.kernels.fp8`.
+    """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    tokens = empty_tokens(num_rows, size, gate_up.dtype, gate_up.device)
-    block = triton.next_power_of_2(size)
+    tokens = empty_tokens(num_rows, size, group, gate_up.dtype, gate_up.device)
+    block = max(triton.next_power_of_2(size), group)
     _silu_mul_fp8[(num_rows,)](
         gate_up=gate_up,
         output=tokens.values,
         scales=tokens.scales,
+        stride=num_rows,
         size=size,
         BLOCK=block,
+        GROUP=group,
         **launch_options(min(16, max(1, block // 1024)), num_rows),
     )
     return tokens
