@@ -66,6 +66,15 @@ def random_layer(shape: MoEShape) -> Layer:
     return weight(2 * shape.size, shape.hidden), weight(shape.hidden, shape.size)
 
 
+def attempt(measure: Callable[[], float], label: object) -> float:
+    """Return `measure()`, or infinity if the device cannot run it."""
+    try:
+        return measure()
+    except Exception as error:
+        print(f"{label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return float("inf")
+
+
 def roofline(routed: Sequence[Tensor], element: int = 2) -> float:
     """Return the least microseconds: the chosen experts read once, or the operations of all pairs."""
     machine = Machine()
@@ -131,7 +140,7 @@ def measure_kind(name: str, shape: MoEShape) -> tuple[list[list[str]], list[list
     tasks = plan_tasks([own], {}, device_facts())
     with tempfile.TemporaryDirectory() as directory:
         cache = PlanCache.of(Path(directory), device_facts(), {})
-        found, text = plan_timing.find_plans([own], cache, budget_s=25)
+        found, text = plan_timing.find_plans([own], cache, budget_s=60)
     plan_timing.use_plans(found)
     print(f"{name}: {text}", flush=True)
     figures, tried = [], []
@@ -156,7 +165,7 @@ def measure_kind(name: str, shape: MoEShape) -> tuple[list[list[str]], list[list
         plans = [
             plan for task in tasks if task.place[1] == str(tokens) for plan in (*task.compared, *task.plans)
         ]
-        times = {plan: min(chain_time(partial(run, plan), RUNS) for _ in range(2)) for plan in plans}
+        times = {plan: attempt(partial(chain_time, partial(run, plan), RUNS), plan) for plan in plans}
         for plan in sorted(times, key=times.__getitem__):
             text = re.sub(r"\w+=|[A-Z]\w+(?=\()", "", str(plan))
             tried.append([name, str(tokens), f"{times[plan]:.1f}", text])

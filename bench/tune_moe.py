@@ -14,13 +14,13 @@ import itertools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
-from bench.moe import SHAPES, Layer, random_layer
+from bench.moe import SHAPES, Layer, attempt, random_layer
 from bench.tune_gemm import chain_time
 from segue.kernels.moe_plan import MoEPlan, MoEShape, TileConfig, is_valid
 from segue.kernels.ops import route
@@ -121,15 +121,6 @@ class Case:
             ),
             ROUTINGS,
         )
-
-
-def attempt(measure: Callable[[], float], label: object) -> float:
-    """Return `measure()`, or infinity if the device cannot run it."""
-    try:
-        return measure()
-    except Exception as error:
-        print(f"{label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        return float("inf")
 
 
 def measure(shape: MoEShape, tokens: int, weights: list[Layer]) -> dict[str, object]:

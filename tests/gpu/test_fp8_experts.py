@@ -28,7 +28,9 @@ EVEN, ODD = (16, 4, 256, 384), (60, 4, 304, 136)  # experts, experts per token, 
 def weights(experts: int, rows: int, columns: int, block: int, dtype: torch.dtype, seed: int) -> FP8Experts:
     values = normal(experts * rows, columns, seed=seed).mul_(columns**-0.5)
     weight, scales = quantize(values, block)
-    return FP8Experts(weight.reshape(experts, rows, columns), scales.view(experts, rows, -1), block, dtype)
+    return FP8Experts(
+        weight.contiguous().view(experts, rows, columns), scales.view(experts, rows, -1), block, dtype
+    )
 
 
 def check(
@@ -51,7 +53,7 @@ def check(
         x.float(), *(replace(each, dtype=torch.float32).values() for each in (gate_up, down)), *routed
     )
     assert found.dtype == dtype
-    assert (found.float() - exact).norm() < (6e-3 if dtype == torch.bfloat16 else 1e-3) * exact.norm()
+    assert (found.float() - exact).norm() < (8e-3 if dtype == torch.bfloat16 else 1e-3) * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["by pair", "16", "16 by TMA", "128", "128 by TMA, halves"])
@@ -131,7 +133,7 @@ def test_an_engine_agrees_with_one_on_a_cpu(layout: str, tmp_path: Path) -> None
     expected = run(device="cpu")
     for options in ({}, {"disable_cuda_graph": True}):
         found = run(device="cuda", **options)
-        assert (found - expected).abs().mean() < 0.05  # a router may choose another expert
+        assert (found - expected).abs().mean() < 0.02
 
 
 def test_experts_in_fp8_get_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
