@@ -1,7 +1,7 @@
 """Plans of GEMMs by a weight in FP8, and which of them to try: a pure module.
 
 Candidates are ranked by the cost model of `kernels.gemm_plan`: a weight in FP8 has the bytes of one in
-bfloat16 with half of the columns.
+bfloat16 with half of the columns. What comes on top is the instructions by which numbers are converted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from segue.kernels.gemm_plan import (
     GemmShape,
     Kind,
     predict,
+    programs_at_once,
     split_steps,
 )
 
 MAX_FEW_ROWS = 64  # rows up to which a GEMM takes as long as reading the weight
 _PER_ARITHMETIC = 5  # candidates that are tried for each of the two ways to multiply
+_NORM = 4  # reading and converting overlap: their times add up by this norm
+_ISSUED = 4 * 1.7e9  # instructions of warps that an SM issues per second, if enough warps are ready
+_BUSY_WARPS = 8  # warps of an SM that issue half as many
 _BLOCK = 64  # weights per scale from which the scale is applied to the sum of the products
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -152,7 +156,24 @@ def _block_m(rows: int) -> int:
 
 
 def _predict(plan: FP8Plan, shape: FP8Shape, device: DeviceFacts) -> float:
-    """Returns the predicted seconds of the GEMM in bfloat16 that reads as many bytes of its weight."""
+    """Returns the predicted seconds: of the GEMM in bfloat16 that reads as many bytes, and of converting."""
     tile = plan.block_m, plan.block_n, plan.block_k // 2
     same_bytes = GemmPlan(False, *tile, plan.splits, plan.stages, plan.warps)
-    return predict(same_bytes, GemmShape(shape.rows, shape.size, shape.depth // 2, shape.kind), device)
+    reading = predict(same_bytes, GemmShape(shape.rows, shape.size, shape.depth // 2, shape.kind), device)
+    own = -(-(shape.size // plan.block_n * plan.splits) // device.num_sms)  # programs of the busiest SM
+    steps = own * split_steps(shape.depth, plan.block_k, plan.splits)
+    warps = plan.warps * min(own, programs_at_once(same_bytes, device))
+    issued = _ISSUED * warps / (warps + _BUSY_WARPS)
+    converting: float = steps * plan.warps * _instructions(plan) / issued
+    return float((reading**_NORM + converting**_NORM) ** (1 / _NORM))
+
+
+def _instructions(plan: FP8Plan) -> float:
+    """Returns roughly the instructions of a warp for one step along K, as compiled for 9.0."""
+    threads = 32 * plan.warps
+    if plan.fp8_tokens:
+        tokens, sums = plan.block_m * plan.block_k / threads, plan.block_n * plan.block_m / threads
+        return 9 * tokens + 4 * sums + 110
+    weights = plan.block_n * plan.block_k / threads
+    fragments = plan.block_m * plan.block_k / 256 if plan.block_m < 64 else 0  # of tokens, in every warp
+    return 2.6 * weights + 8 * fragments + 70
