@@ -53,8 +53,9 @@ def scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_SMALL", 0)
 
 
-@pytest.mark.parametrize("small", [0, 1024])
-@pytest.mark.parametrize("form", [tiny_fp8.unstacked, dict], ids=["one by one", "stacked"])
+@pytest.mark.parametrize(
+    ("form", "small"), [(tiny_fp8.unstacked, 0), (dict, 1024)], ids=["one by one", "stacked"]
+)
 def test_a_trainer_sends_bfloat16_and_each_rank_quantizes(
     small: int,
     form: Callable[[dict[str, Tensor]], dict[str, Tensor]],
@@ -95,8 +96,9 @@ def test_a_payload_of_one_layers_experts_changes_these_alone(
         assert not torch.equal(layer.packed["gate_up"], packed["gate_up"])
 
 
-@pytest.mark.parametrize("layout", ["float32", "blocks", "rows"])
-@pytest.mark.parametrize("engine", ["fp8", "blocks"])
+@pytest.mark.parametrize(
+    ("engine", "layout"), [("fp8", "float32"), ("fp8", "rows"), ("fp8", "blocks"), ("blocks", "blocks")]
+)
 def test_a_checkpoint_on_disk(layout: str, engine: str, paths: dict[str, list[Path]]) -> None:
     """In any layout, except that an engine with scales per row has no place for those of blocks."""
     with rank_of(paths["float32" if engine == "fp8" else engine][0], RANKS[1], quantization="fp8") as rank:
@@ -107,8 +109,7 @@ def test_a_checkpoint_on_disk(layout: str, engine: str, paths: dict[str, list[Pa
             return
         assert reply.errors == []
         rank.do(Commit, session=1)
-        if engine == "fp8" or layout == engine:
-            assert_same(rank, paths[layout][1], "fp8")
+        assert_same(rank, paths[layout][1], "fp8")
         assert rank.served.arena.checksum() != before
 
 
