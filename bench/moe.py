@@ -60,8 +60,8 @@ def random_layer(shape: MoEShape) -> Layer:
         if shape.fp8_block is None:
             return values.mul_(columns**-0.5)
         blocks = ceil_div(columns, shape.fp8_block or columns)
-        scales = torch.rand(shape.num_experts, rows, blocks, device="cuda").add_(0.5).mul_(columns**-0.5 / 64)
-        return FP8Experts(values.mul_(64).to(torch.float8_e4m3fn), scales, shape.fp8_block, torch.bfloat16)
+        scales = torch.rand(shape.num_experts, rows, blocks, device="cuda").add_(0.5).mul_(columns**-0.5 / 32)
+        return FP8Experts(values.mul_(32).to(torch.float8_e4m3fn), scales, shape.fp8_block, torch.bfloat16)
 
     return weight(2 * shape.size, shape.hidden), weight(shape.hidden, shape.size)
 
