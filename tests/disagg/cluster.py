@@ -16,6 +16,7 @@ from math import inf
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from segue.disagg.lease import LOST_S, LeaseState
 from segue.disagg.offer import HeldPages
@@ -23,6 +24,7 @@ from segue.disagg.transports.choice import TRAITS
 from segue.errors import RoleChangedError
 from segue.messages.control import PauseMode, RoleSet, SchedulerOutput, SetRole
 from segue.messages.fleet import Role
+from segue.messages.guided import GrammarSpec
 from segue.messages.kv import (
     BanWriters,
     ConnectPeer,
@@ -78,6 +80,8 @@ class Device(FakeDevice):
         """Assert that a request reads KV of its weights, or of those that these have replaced in place."""
         (request,) = (r for r in self.sim.scheduler.running.values() if r.slot == slot)
         oldest, newest = int(self.born[slot]), self.sim.scheduler.kv_epoch
+        if request.kv_epoch == self.sim.adopted_at.get(request.rid):
+            oldest = request.kv_epoch  # weights may have been committed before a plan told the device of it
         if request.kv_epoch == VERSIONS_MAY_MIX:  # the two versions of one commit, here or at its source
             oldest = self.sim.adopted_at[request.rid] - 1
             newest = max(newest, self.sim.adopted_at[request.rid] + 1)
@@ -309,9 +313,15 @@ class Cluster:
     """Workers, connections and the router's bookkeeping of requests."""
 
     def __init__(
-        self, random: Random, num_prefill: int = 1, num_decode: int = 2, transport: str = "shm"
+        self,
+        random: Random,
+        num_prefill: int = 1,
+        num_decode: int = 2,
+        transport: str = "shm",
+        guides: Random | None = None,
     ) -> None:
-        self.random = random
+        """``guides`` decides which requests have a grammar, and when none can be followed; None: never."""
+        self.random, self.guides = random, guides
         self.transport = transport
         self.cut_at: dict[str, float] = {}  # session -> when its connection was cut
         self.now = 0.0
@@ -557,6 +567,8 @@ class Cluster:
         )
         if not (self.prefills and self.decodes):
             return
+        if self.guides is not None and self.guides.random() < 0.4:
+            params = structs.replace(params, grammar=GrammarSpec("regex", "a"))
         source = self.random.choice(self.prefills)
         self.handoffs[rid] = self.num_requests, prompt, params, source.name
         self.prefill_leg(rid)
@@ -681,8 +693,8 @@ class Cluster:
         worker.now = worker.scheduler.now = self.now
         if len(worker.results) == 2 or (worker.results and self.random.random() < 0.5):
             worker.apply()
-        else:
-            worker.launch()
+        elif worker.launch() is None and worker.scheduler.control.runs and not worker.scheduler.can_guide:
+            assert worker.results or worker.scheduler.wake_at is not None, "nothing wakes the loop"
         self.flush(worker)
         self.advance(worker)
 
@@ -706,6 +718,9 @@ class Cluster:
         the seconds by which the clock may move.
         """
         random = self.random
+        if self.guides is not None and self.guides.random() < 0.05:
+            scheduler = self.guides.choice(list(self.workers.values())).scheduler
+            scheduler.can_guide = not scheduler.can_guide
         kinds = ["step"] * 10 + ["deliver"] * 10 + ["move"] * 6 + ["request"] * 3 + ["time"] * 2
         # seldom where pieces are put in order, so that some requests end meanwhile
         prepares = ["prepare"] * (1 if self.has_two_ranks else 3 * self.has_checksums)
@@ -798,6 +813,7 @@ class Cluster:
             while worker.results:
                 worker.apply()
             worker.scheduler.control.release("user")
+            worker.scheduler.can_guide = True
             self.begin_commit(worker)
             self.advance(worker)
         for turn in range(500):

@@ -33,7 +33,7 @@ TELLING = (3, 9, 10, 27, 38, 46, 51, 62, 130, 134, 190, 207)  # seeds that find 
 NUM_SEEDS = 300  # seeds that are tried per planted bug
 
 
-def run(seed: int, steps: int, transport: str = "shm") -> None:
+def run(seed: int, steps: int, transport: str = "shm", guides: Random | None = None) -> None:
     """Do random things, then let everything end."""
     random = Random(seed)
     cluster = Cluster(
@@ -41,6 +41,7 @@ def run(seed: int, steps: int, transport: str = "shm") -> None:
         num_prefill=random.choice([1, 2]),
         num_decode=random.choice([1, 2, 2]),
         transport=transport,
+        guides=guides,
     )
     if seed % 4 == 3:
         update_one_after_the_other(cluster, steps)
@@ -71,6 +72,11 @@ def seeds(num: int, num_slow: int) -> list[Any]:
 @pytest.mark.parametrize("seed", seeds(24, 60))
 def test_every_request_ends_once_and_no_page_is_lost_or_written_by_a_stranger(seed: int) -> None:
     run(seed, 150)
+
+
+@pytest.mark.parametrize("seed", seeds(16, 60))
+def test_the_same_where_guided_requests_wait_until_grammars_can_be_followed(seed: int) -> None:
+    run(seed, 200, guides=Random(seed))
 
 
 @pytest.mark.parametrize("seed", seeds(16, 40))

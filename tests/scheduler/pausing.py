@@ -191,8 +191,12 @@ class PausingSimulation(Simulation):
         used = {page: owners for step in self.device.unapplied for page, owners in step.items()}
         plan = super().launch()
         if plan is None:
-            may_run = {None: self.live, "wait": self.begun & set(self.live)}.get(self.mode)
+            may_run = set({None: self.live, "wait": self.begun & set(self.live)}.get(self.mode, ()))
             held_back = self.scheduler.wake_at is not None and self.scheduler.wake_at > self.now
+            if not self.scheduler.can_guide:  # then guided requests alone wait, unless they run
+                may_run -= {r.rid for r in self.scheduler.waiting if r.params.grammar is not None}
+                held_back &= self.holds_back
+                assert self.scheduler.wake_at is not None or not self.scheduler.control.runs
             assert not (was_idle and may_run) or held_back, "requests may run, and nothing is planned"
             return None
         assert self.mode in (None, "wait"), "a step was planned during a pause"

@@ -167,6 +167,7 @@ class Simulation:
         sizes = {name: options.pop(name) for name in EngineLimits.__struct_fields__ if name in options}
         self.limits = EngineLimits(**sizes, laps=laps)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.limits, EngineConfig(**options), policy)  # type: ignore[arg-type]
+        self.holds_back = laps is not None or isinstance(policy, HoldBack)
         self.now = 0.0
         self.device = FakeDevice(self.limits)
         self.results: deque[StepResult] = deque()
@@ -218,6 +219,9 @@ class Simulation:
         """Plan and launch a step."""
         plan = self.scheduler.plan(self.now)
         if plan is not None:
+            can_guide = self.scheduler.can_guide
+            guided = any(new.params.grammar is not None for new in plan.new_slots)
+            assert can_guide or not guided, "a guided request begins before grammars can be followed"
             self.results.append(self.run_on_device(plan))
         return plan
 

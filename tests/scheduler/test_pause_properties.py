@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -20,13 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from segue.laps.classes import PromptClass
 from segue.messages.control import Pause, PauseMode
 from segue.scheduler.pause import PauseControl
+from segue.scheduler.prefill import PrefillPlanner
 from segue.scheduler.request import Request
 from segue.scheduler.resources import Resources
-from segue.scheduler.scheduler import Scheduler
+from segue.scheduler.scheduler import GUIDES_LOOK_S, Scheduler
 from tests.scheduler.pausing import MODES, PausingSimulation
-from tests.scheduler.test_properties import Policies, StepMachine, known, policies, prompts
+from tests.scheduler.test_properties import Policies, StepMachine, grammars, known, policies, prompts
 
 MAX_SEQ_LEN = 64
 modes = st.sampled_from(["in_place", "retract", *MODES])
@@ -47,6 +50,7 @@ requests = st.fixed_dictionaries(
                 "prompt_logprobs_start": st.sampled_from([-1, -1, 0, 3]),
                 "seed": st.integers(0, 3),
                 "salt": salts,
+                "grammar": grammars,
             }
         ),
     }
@@ -155,6 +159,7 @@ class PauseMachine(StepMachine):
         if not hasattr(self, "sim") or sys.exc_info()[0] is not None:
             return
         sim = self.sim
+        sim.scheduler.can_guide = True
         while sim.results:
             sim.apply()
         sim.pass_time(100)
@@ -205,6 +210,7 @@ def test_pauses_flushes_and_aborts_in_any_order_for_long() -> None:
 
 _settle, _retract, _forget_kv = Resources.settle, Scheduler.retract, Request.forget_kv
 _post_init, _pause, _try_flush = Request.__post_init__, PauseControl.pause, PauseControl._try_flush
+_plan = Scheduler.plan
 
 
 def frees_what_a_step_in_flight_uses(self: Resources, oldest: int) -> None:
@@ -258,6 +264,25 @@ def forgets_the_outputs_that_a_request_began_with(self: Request) -> None:
     self.outputs_launched = 0
 
 
+def begins_guided_requests_too_early(self: PrefillPlanner, prompt_class: PromptClass) -> Sequence[Request]:
+    scheduler = self._scheduler
+    return [r for r in scheduler.waiting.of(prompt_class) if scheduler.control.admits or r.has_begun]
+
+
+def lets_others_wait_behind_guided_requests(
+    self: PrefillPlanner, prompt_class: PromptClass
+) -> Sequence[Request]:
+    scheduler, waiting = self._scheduler, self._scheduler.waiting.of(prompt_class)
+    return list(takewhile(scheduler.may_guide, waiting)) if scheduler.control.admits else []
+
+
+def forgets_to_look_again(self: Scheduler, now: float) -> Any:
+    plan = _plan(self, now)
+    if not self.can_guide and self.wake_at == now + GUIDES_LOOK_S:
+        self.wake_at = None
+    return plan
+
+
 SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     (Resources, "settle", frees_what_a_step_in_flight_uses),
     (Scheduler, "retract", drops_the_waiting_queue_at_a_retraction),
@@ -268,7 +293,11 @@ SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     (PauseControl, "pause", ignores_the_time_to_live),
     (Request, "__post_init__", awaits_a_continued_request_that_came_during_the_pause),
     (Request, "__post_init__", forgets_the_outputs_that_a_request_began_with),
+    (PrefillPlanner, "_waiting", begins_guided_requests_too_early),
+    (PrefillPlanner, "_waiting", lets_others_wait_behind_guided_requests),
+    (Scheduler, "plan", forgets_to_look_again),
 ]
+TAKE_LONG = (queues_retracted_requests_last, lets_others_wait_behind_guided_requests)  # to be found
 
 
 @pytest.mark.parametrize(
@@ -276,8 +305,8 @@ SEEDED: list[tuple[type, str, Callable[..., Any]]] = [
     [
         pytest.param(
             *each,
-            id=each[2].__name__,  # one of them takes long to be found
-            marks=[pytest.mark.slow] if each[2] is queues_retracted_requests_last else [],
+            id=each[2].__name__,
+            marks=[pytest.mark.slow] if each[2] in TAKE_LONG else [],
         )
         for each in SEEDED
     ],

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from segue.laps.pick import PrefillPolicy
 from segue.messages.control import LapsLimits
+from segue.messages.guided import GrammarSpec
 from segue.messages.requests import Abort, Finish
 from segue.messages.steps import NON_FINITE
 from segue.scheduler.prefill import FirstCome
@@ -34,6 +35,7 @@ Policies = tuple[PrefillPolicy[Request] | None, LapsLimits | None]
 policies: st.SearchStrategy[Policies] = st.sampled_from(
     [(FirstCome(), None), (HoldBack(3), None), (None, LAPS), (None, LAPS)]
 )
+grammars = st.sampled_from([None, None, GrammarSpec("regex", "a")])  # what it says makes no difference
 # Output tokens that a request begins with: none in most cases, and sometimes all that it can have.
 known = st.sampled_from([0, 0, 0, 1, 2, 7, 40])
 
@@ -62,6 +64,11 @@ class StepMachine(RuleBasedStateMachine):
                 self.sim.overlapped_step()
             else:
                 self.sim.step()
+
+    @rule(can_guide=st.booleans())
+    def guides(self, can_guide: bool) -> None:
+        """Processes that follow grammars end, or are ready."""
+        self.sim.scheduler.can_guide = can_guide
 
     @rule(seconds=st.integers(0, 6))
     def timer(self, seconds: int) -> None:
@@ -109,6 +116,7 @@ class SchedulerMachine(StepMachine):
         logprobs_from=st.sampled_from([-1, -1, 0, 3]),
         num_known=known,
         salt=st.sampled_from(["", "", "one", "other"]),
+        grammar=grammars,
     )
     def add(
         self,
@@ -119,6 +127,7 @@ class SchedulerMachine(StepMachine):
         logprobs_from: int,
         num_known: int,
         salt: str,
+        grammar: GrammarSpec | None,
     ) -> None:
         self.count += 1
         self.sim.add(
@@ -127,6 +136,7 @@ class SchedulerMachine(StepMachine):
             priority=priority,
             num_known=num_known,
             salt=salt,
+            grammar=grammar,
             max_new_tokens=max_new_tokens,
             stop_token_ids=tuple(stops),
             prompt_logprobs_start=logprobs_from,
@@ -175,6 +185,7 @@ class SchedulerMachine(StepMachine):
     def teardown(self) -> None:
         if not hasattr(self, "sim"):
             return
+        self.sim.scheduler.can_guide = True
         while len(self.sim.results) > 1:
             self.sim.apply()
         self.sim.run(overlap=True)

@@ -201,6 +201,8 @@ def test_while_grammars_cannot_be_followed_yet_other_requests_go_on(client: Clie
     client.send(GuidedVocabulary(tokens=[], special_ids=[], eos_ids=[]))
     guided = structs.replace(PARAMS, grammar=GrammarSpec("regex", "a"))
     client.send(AddRequest(rid="guided", prompt=pack_ids([1, 2]), params=guided))
+    shown = client.receive()
+    assert isinstance(shown, SchedulerOutput) and shown.counters.num_waiting == 1
     client.send(AddRequest(rid="plain", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     assert client.collect("plain") == expected_output([1, 2, 3], PARAMS, 100)
     assert not client.loop.scheduler.requests["guided"].admitted_at

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from typing import Any, get_args
 
 from segue import errors
@@ -295,7 +294,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could be planned now, or after the step in flight."""
         if self.control.admits:
-            return bool(self.running or self.waiting or self.handover.adoption.has_landed)
+            waits = bool(self.waiting) if self.can_guide else any(map(self.may_guide, self.waiting))
+            return bool(self.running or waits or self.handover.adoption.has_landed)
         return self.control.runs and self.control.has_started_requests
 
     # --- planning ---
@@ -313,6 +313,8 @@ class Scheduler:
         self.now, self.wake_at = now, None
         if not self.control.runs:
             return None
+        if not self.can_guide:
+            self.wake_at = now + GUIDES_LOOK_S
         self.handover.adoption.adopt(now)
         decoding = [r for r in self.running.values() if r.wants_decode]
         needy = [r for r in decoding if r.launched == r.capacity]  # their next position needs a new page
@@ -339,9 +341,8 @@ class Scheduler:
         self.handover.adoption.share()
         if not preempted:
             self.handover.grant(now)
-        self.wake_at = self._prefill.fill(step, now, admit=not preempted)
-        if not self.can_guide:
-            self.wake_at = min(self.wake_at or inf, now + GUIDES_LOOK_S)
+        held_back = self._prefill.fill(step, now, admit=not preempted)
+        self.wake_at = min((each for each in (self.wake_at, held_back) if each is not None), default=None)
         if not step.plan.slots:  # there is nothing to run: as if the step had never been planned
             self.in_flight.pop()
             self._step -= 1

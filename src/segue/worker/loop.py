@@ -393,6 +393,7 @@ class SchedulerLoop:
             case GuidedVocabulary():
                 self.runner.set_vocabulary(message)
                 self._has_vocabulary = True
+                self.scheduler.can_guide = self.runner.can_guide()
             case Abort():
                 finished = self.scheduler.abort(message)
             case Finish():
