@@ -20,7 +20,7 @@ import pytest
 
 from segue.guided.follower import NO_VOCABULARY
 from segue.guided.matchers import Allowed, Matchers
-from segue.guided.processes import ProcessMatchers, _Running, count_for
+from segue.guided.processes import READY_WITHIN_S, ProcessMatchers, _Running, count_for
 from segue.messages.guided import GrammarSpec, GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
 from tests.conftest import WaitUntil
@@ -355,6 +355,42 @@ def test_guided_requests_may_begin_once_the_processes_are_ready(wait_until: Wait
     made._give_up(made._running)
     made._next_start = float("inf")
     assert made.can_begin(), "in a pause guided requests may come, and fail"
+    made.close()
+
+
+def test_the_end_of_a_process_is_noticed_before_the_next_guided_request_begins(wait_until: WaitUntil) -> None:
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 2)
+    made.set_vocabulary(VOCABULARY)
+    wait_until(made.can_begin, what="the processes are ready")
+    kill(made, 1)
+    wait_until(lambda: not made.can_begin(), what="the end is noticed although nothing is guided")
+    wait_until(made.can_begin, what="the processes that are started again are ready")
+    put(made, 0, spec("regex", "a"))
+    assert not allowed(made, 0).failures
+    made.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_guided_requests_do_not_wait_for_ever_for_processes_that_never_are_ready(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether each of them ends, however long its start took, or does not."""
+    descriptor, masks = shared_table()
+    made, now = ProcessMatchers(masks, descriptor, 1), time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    made.set_vocabulary(VOCABULARY)
+    for _ in range(2):
+        assert not made.can_begin() and made._running is not None
+        made._running.processes[0].send_signal(signal.SIGSTOP)
+        now += 10 if ends else READY_WITHIN_S + 1
+        if ends:
+            kill(made, 0)
+        assert not made.can_begin() and made._running is None
+    assert made.can_begin(), "in the pause before the third start they come, and fail"
+    put(made, 0, spec("regex", "a"))
+    (failure,) = allowed(made, 0).failures.values()
+    assert ("has ended by signal SIGKILL" if ends else "not ready within 60 s") in failure
     made.close()
 
 

@@ -41,6 +41,7 @@ MOST, _CORES_EACH = 4, 4  # processes; the cores that an engine must have for ea
 _SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
+READY_WITHIN_S = 60.0  # or they are given up; a second is usual
 _RESTARTS = RestartRule()
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts one per core, which do nothing
 _NO_GUIDE, _LOST = 0, -1  # numbers of guides: the slot has none; it has one that no process knows
@@ -67,7 +68,7 @@ class _Running:
     """The processes of one start, and the board by which they are told of steps."""
 
     board: Board
-    is_ready = False  # whether all of them have prepared the vocabulary, as far as that was asked
+    ready_at = 0.0  # since when all have prepared the vocabulary, as far as was asked; 0: they have not
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -158,6 +159,7 @@ class ProcessMatchers(Matchers):
         self._running: _Running | None = None  # None: there are no processes
         self._lost = NO_VOCABULARY  # why there are none
         self._deaths, self._next_start = 0, 0.0  # in a row, as `_RESTARTS` counts; by the monotonic clock
+        self._looked_at = 0.0  # when `can_begin` looked last whether they run
 
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """See `Matchers.set_vocabulary`."""
@@ -198,13 +200,18 @@ class ProcessMatchers(Matchers):
         """See `Matchers.can_begin`; starts the processes if none run and they may."""
         if self._running is None:
             self._start()
-        if (running := self._running) is None or running.is_ready:
+        now = time.monotonic()
+        if (running := self._running) is None or (running.ready_at and now < self._looked_at + _CHECK_S):
             return True
-        if running.exit_codes():
-            self._give_up(running)
+        self._looked_at = now
+        is_late = not running.ready_at and now > running.began + READY_WITHIN_S
+        if is_late or running.exit_codes():
+            late = f"the processes that follow grammars were not ready within {READY_WITHIN_S:g} s"
+            self._give_up(running, late if is_late else "")
             return False
-        running.is_ready = bool(running.board.ready[:, 0].all())
-        return running.is_ready
+        if not running.ready_at and running.board.ready[:, 0].all():
+            running.ready_at = now
+        return running.ready_at > 0
 
     def forget(self, slots: Sequence[int]) -> None:
         """See `Matchers.forget`."""
@@ -350,7 +357,9 @@ class ProcessMatchers(Matchers):
             running.end()
             self._running = None
             self._numbers[self._numbers > 0] = _LOST
-            self._deaths = _RESTARTS.count(self._deaths, start_s=0.0, ready_s=now - running.began)
+            start_s = running.ready_at - running.began
+            ready_s = now - running.ready_at if running.ready_at else 0.0
+            self._deaths = _RESTARTS.count(self._deaths, start_s, ready_s)
             pause_s = _RESTARTS.pause_s(self._deaths)
             self._next_start = now + pause_s
             how = describe_exit(codes[0]) if codes else "early"

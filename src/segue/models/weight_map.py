@@ -112,7 +112,7 @@ class WeightMap:
     def coverage(self, names: Iterable[str] | None = None) -> Coverage:
         """Count the elements that `names` (by default all of `self.names`) do not write exactly once.
 
-        GuidedVocabulary padding counts as written, because it is zeroed and not loaded.
+        Padding of the vocabulary counts as written, because it is zeroed and not loaded.
         """
         boxes: dict[str, list[Box]] = {parameter: [] for parameter in self.parameters}
         for parameter, box in self.padding.items():
