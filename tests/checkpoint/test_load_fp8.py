@@ -140,6 +140,13 @@ def test_dummy_weights_are_the_same_on_every_rank(bfloat16: Path, monkeypatch: p
         assert_same(read(arena, source.config, tp), parts(whole, source.config, tp))
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_bytes_of_scales_count_while_weights_are_loaded(load_format: str, bfloat16: Path) -> None:
+    source, seen = resolve(str(bfloat16), load_format, bfloat16, quantization="fp8"), list[tuple[int, int]]()
+    tiny.load_source(source, dtype=torch.bfloat16, on_bytes=lambda *each: seen.append(each))
+    assert seen[-1][0] == seen[-1][1]
+
+
 def test_tensors_that_the_checkpoint_leaves_in_bfloat16_are_quantized(tmp_path: Path) -> None:
     meant = tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("llama"))
     tensors = load_file(tmp_path / "model.safetensors")

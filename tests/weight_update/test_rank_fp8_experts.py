@@ -96,6 +96,37 @@ def test_a_payload_of_one_layers_experts_changes_these_alone(
         assert not torch.equal(layer.packed["gate_up"], packed["gate_up"])
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("tp", [TPInfo(), *RANKS], ids=str)
+def test_one_matrix_of_one_expert_changes_alone(
+    tp: TPInfo, in_fp8: bool, paths: dict[str, list[Path]], models: list[Any]
+) -> None:
+    old, new = paths["rows"]
+    sent = {DOWN: models[1].state_dict()["model.layers.0.mlp.experts.down_proj"][3].bfloat16()}
+    if in_fp8:
+        sent = {name: each for name, each in fp8_state(new).items() if name.startswith(DOWN)}
+        assert len(sent) == 2
+    with rank_of(old, tp, quantization="fp8") as rank:
+        arena = rank.served.arena
+        before = {name: arena.view(name).clone() for name in arena.layout.table}
+        layer = cast(MoE, rank.model.get_submodule("layers.0.mlp"))
+        packed = {name: values.clone() for name, values in layer.packed.items()}
+        rank.do(Take, session=1, payload=save(sent), copy=False)
+        rank.do(Commit, session=1)
+        changed = {name for name, values in before.items() if not torch.equal(arena.view(name), values)}
+        assert changed == {"layers.0.mlp.experts.down", "layers.0.mlp.experts.down_scale"}
+        assert torch.equal(layer.packed["gate_up"], packed["gate_up"])
+        others = [0, 1, 2, 4]
+        now = [(arena.view(name), before[name]) for name in changed]
+        for found, values in (*now, (layer.packed["down"], packed["down"])):
+            assert torch.equal(found[others], values[others])
+        assert not torch.equal(layer.packed["down"][3], packed["down"][3])
+        if in_fp8:
+            (part,) = rank.served.weight_map.slices[DOWN]
+            meant = (sent[DOWN].float() * sent[DOWN + "_scale"])[part.source]
+            assert torch.equal(layer.packed["down"][3], meant.bfloat16())
+
+
 @pytest.mark.parametrize(
     ("engine", "layout"), [("fp8", "float32"), ("fp8", "rows"), ("fp8", "blocks"), ("blocks", "blocks")]
 )

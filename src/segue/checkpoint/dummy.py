@@ -65,7 +65,7 @@ def _fill(destination: Destination, seed: int, name: str, shape: Shape) -> Itera
             block.copy_(values.view(block.shape))
         else:
             destination.write_rows(values, row)
-        yield block.nbytes
+        yield sum(each[row : row + step].nbytes for each in destination.tensors)
 
 
 def _mix(x: Tensor) -> Tensor:
