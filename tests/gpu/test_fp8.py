@@ -107,6 +107,36 @@ def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fp8_gemm.choose_fp8.cache_clear()
 
 
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -(2.0**127)], ids=str)
+def test_a_token_that_is_not_finite_gives_no_result_like_others(value: float, block: int) -> None:
+    """Nor does one that is almost too large."""
+    from segue.kernels.fp8_plan import FP8Plan
+    from segue.kernels.triton.fp8_gemm import run_fp8
+    from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens
+    from segue.kernels.triton.gate_up_silu import silu_mul_fp8
+    from segue.kernels.triton.norm import add_rms_norm
+
+    size = 256
+    weight, scales = quantize(normal(size, size, seed=1), block)
+    weight = weight.contiguous()
+    x = normal(70, size, dtype=torch.bfloat16)
+    x[1, 3] = x[2, 200] = value
+    found: dict[Any, torch.Tensor] = {}
+    for fp8_tokens in {False, torch.cuda.get_device_capability() >= (9, 0)}:
+        plan = FP8Plan(16, 64, 128, splits=1, stages=3, warps=4, fp8_tokens=fp8_tokens)
+        found[plan] = run_fp8(plan, x[:8], weight, scales, block, None)
+    if torch.cuda.get_device_capability() >= (9, 0) and value != -(2.0**127):  # a norm makes that 0
+        ones = torch.ones_like(x)
+        tokens = {"quantized": quantize_tokens(x, block)}
+        tokens["norm"] = add_rms_norm(x, None, ones[0], 1e-6, fp8_block=block)[0]
+        tokens["activation"] = silu_mul_fp8(torch.cat([ones, x], 1), block)
+        found |= {name: multiply_in_fp8(each, weight, scales, None) for name, each in tokens.items()}
+    for name, result in found.items():
+        is_like_others = result.abs() < 1e30
+        assert not is_like_others[1:3].any() and is_like_others[0].all() and is_like_others[3:].all(), name
+
+
 def test_large_weights_and_many_rows_are_multiplied_in_fp8() -> None:
     from segue.kernels.triton.fp8_tokens import can_multiply_in_fp8
 

@@ -39,8 +39,9 @@ def _scale_of(most):
 
 @triton.jit
 def _quantized(values, scale):
-    """Returns float32 values in FP8, divided by their scale."""
-    return tl.minimum(tl.maximum(tl.div_rn(values, scale), -_MAX), _MAX).to(tl.float8e4nv)
+    """Returns float32 values in FP8, divided by their scale; NaN stays NaN."""
+    scaled = tl.div_rn(values, scale)
+    return tl.clamp(scaled, -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
