@@ -409,18 +409,40 @@ def test_the_search_knows_which_kernels_there_was_no_time_to_compile(
 
     from segue.kernels.triton import plan_timing, step_inputs
 
-    def run(plan: str, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def run(plan: str | None, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         numbers, pool = inputs
         step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
 
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
-    task: Any = SimpleNamespace(plans=["plan"], compared=(), inputs=lambda: (numbers, pool), run=run)
+    task: Any = SimpleNamespace(plans=["plan"], inputs=lambda: (numbers, pool), run=run)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for deadline, is_late in ((0.0, True), (math.inf, False)):
         step_inputs._gather_inputs.device_caches.clear()
         [[[kernel]]] = plan_timing._compile([task], deadline)
         assert (plan_timing._is_late(kernel), plan_timing._is_compiled(kernel)) == (is_late, not is_late)
     step_inputs._gather_inputs.device_caches.clear()
+
+
+@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
+def test_the_search_compiles_what_plans_are_compared_with(fake_cuda: None, kind: Any) -> None:
+    """And counts the reading of its partials once: the run of a gated GEMM has their reader."""
+    from segue.kernels.fp8 import FP8
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_tasks import plan_tasks
+    from segue.kernels.triton.plan_timing import _compile
+
+    weights = [(torch.empty(2048, 1024, dtype=FP8), torch.empty(2048, 1))]
+    own = ModelFP8Gemm(weights=weights, block=0, bias=None, kind=kind, first_rows=1, last_rows=64)
+    tasks = plan_tasks([own], {}, device_facts())
+    assert len(tasks) == 5
+    with recorded() as compiled:
+        _compile(tasks, math.inf)
+    for task in tasks:
+        with recorded() as timed:
+            result = task.run(None, task.inputs())
+        assert timed and not missing(timed, compiled)
+        assert (task.reading(None) > 0) == (result.dim() == 3) == (kind == "split")
 
 
 def test_a_kernel_is_queued_by_any_version_of_triton() -> None:
