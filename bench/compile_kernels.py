@@ -222,10 +222,11 @@ def _small(device: DeviceFacts) -> None:
 
 
 def _attention(device: DeviceFacts) -> None:
-    """Compile decode and prefill, also batch-invariant, for heads of 64 and 128, and for a cache in FP8."""
+    """Compile decode and prefill, also batch-invariant, for heads of 64 to 256, and for a cache in FP8."""
     kinds = attention.TritonAttention, attention.TritonInvariantAttention
     fp8 = (False, True) if device.capability >= (8, 9) else (False,)
-    for dim, page_size, kind, in_fp8 in itertools.product((64, 128), (16, 64), kinds, fp8):
+    sizes_of_heads_and_pages = (64, 16), (64, 64), (128, 16), (128, 64), (256, 64)
+    for (dim, page_size), kind, in_fp8 in itertools.product(sizes_of_heads_and_pages, kinds, fp8):
         shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=dim, scale=dim**-0.5)
         sizes = KVShape(
             num_pages=8,
