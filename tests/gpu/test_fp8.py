@@ -57,8 +57,9 @@ def test_every_number_in_fp8_is_turned_to_the_dtype_of_activations_exactly(dtype
 
 
 @pytest.mark.parametrize("block", [0, 16, 128])
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
-@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("split", 1), ("split", 33), ("whole", 16), ("gated", 17), ("gated", 64)]
+)
 def test_every_plan_that_a_start_tries_is_right(kind: Any, rows: int, block: int) -> None:
     from segue.kernels.fp8_plan import FP8Shape, candidates
     from segue.kernels.triton.fp8_gemm import run_fp8
@@ -201,6 +202,7 @@ def test_quantizing_early_changes_no_bit(
 
     def run() -> list[Any]:
         options = {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "num_kv_tokens": 16384}
+        options["gemm_plans"] = "stored"  # those that a start finds may differ from run to run
         with segue.Engine(str(tmp_path), **options, embedded=True) as engine:  # type: ignore[arg-type]
             prompts = [making.prompt(70 + i, seed=i) for i in range(3)]
             return engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
