@@ -31,6 +31,7 @@ from bench import report
 from segue.attention import triton as attention
 from segue.attention.base import AttentionShape, Context
 from segue.kernels import fp8_plan
+from segue.kernels.fp8 import ExpertWeights, FP8Experts
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape, Kind, candidates
 from segue.kernels.triton import (
     all_reduce,
@@ -262,13 +263,22 @@ def _attention(device: DeviceFacts) -> None:
 
 
 def _experts(device: DeviceFacts) -> None:
-    """Compile the experts of Qwen3-30B-A3B's shape, with few experts."""
+    """Compile the experts of Qwen3-30B-A3B's shape, with few experts, in bfloat16 and in FP8."""
     num_experts, per_token, size, hidden = 16, 8, 768, 2048
-    for tokens in (1, 8, 64, 4096):
+
+    def weight(rows: int, columns: int, block: int | None) -> ExpertWeights:
+        if block is None:
+            return _bf16(num_experts, rows, columns)
+        scales = torch.empty(num_experts, rows, columns // (block or columns))
+        return FP8Experts(_fp8(num_experts, rows, columns), scales, block, torch.bfloat16)
+
+    for tokens, block in itertools.product((1, 8, 64, 4096), (None, 0, 128)):
+        if block is not None and device.capability < (8, 9):
+            continue
         weights, experts = moe_routing.route(
             _bf16(tokens, num_experts), per_token, renormalise=True, num_unpadded=None
         )
-        gate_up, down = _bf16(num_experts, 2 * size, hidden), _bf16(num_experts, hidden, size)
+        gate_up, down = weight(2 * size, hidden, block), weight(hidden, size, block)
         moe.run_experts(_bf16(tokens, hidden), gate_up, down, weights, experts)
 
 

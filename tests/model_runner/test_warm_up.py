@@ -192,6 +192,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "FP8": FP8,
     "FP8, blocks": {**FP8, **FP8_BLOCKS, "rows": 600, "chunk": 2048},
     "FP8, small": {**FP8_BLOCKS, "rows": 1024, "chunk": 16384},
+    "experts in FP8": {**fake.EXPERTS, **FP8_BLOCKS, "rows": 16, "chunk": 300, "max_seq_len": 600},
     "deterministic": {"deterministic": True},
     "KV in FP8": {"fp8_kv": True},
     "deterministic, KV in FP8": {"deterministic": True, "fp8_kv": True},

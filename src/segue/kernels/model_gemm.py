@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segue.kernels.fp8 import ExpertWeights, block_of
 from segue.kernels.fp8_plan import FP8Shape
 from segue.kernels.gemm_plan import GemmShape, Kind, row_buckets
 from segue.kernels.moe_plan import MoEShape
@@ -53,14 +54,16 @@ class ModelFP8Gemm:
 class ModelExperts:
     """The experts of a model's layers: their weights are timed in turns."""
 
-    weights: Sequence[tuple[Tensor, Tensor]]  # gate and up [E, 2 * I, H], and down [E, H, I], of each layer
+    # Gate and up [E, 2 * I, H], and down [E, H, I], of each layer.
+    weights: Sequence[tuple[ExpertWeights, ExpertWeights]]
     per_token: int
 
     @property
     def shape(self) -> MoEShape:
         """Their shape."""
-        num_experts, hidden, size = self.weights[0][1].shape
-        return MoEShape(num_experts, self.per_token, size, hidden)
+        down = self.weights[0][1]
+        num_experts, hidden, size = down.shape
+        return MoEShape(num_experts, self.per_token, size, hidden, block_of(down))
 
 
 Planned = ModelGemm | ModelFP8Gemm | ModelExperts

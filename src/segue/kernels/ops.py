@@ -95,6 +95,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+Derived = Gemm | Tensor
+"""What a CPU keeps beside a weight: a GEMM by a copy of it, or the values of experts in FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A GEMM by a copy of a weight in oneDNN's blocked layout, which `_pack_cpu` makes."""

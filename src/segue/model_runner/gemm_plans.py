@@ -143,7 +143,7 @@ def model_experts(model: Decoder) -> list[ModelExperts]:
             found.setdefault(key, []).append(module)
     return [
         ModelExperts(
-            weights=[(module.experts["gate_up"], module.experts["down"]) for module in modules],
+            weights=[(module.weights("gate_up"), module.weights("down")) for module in modules],
             per_token=modules[0].moe.num_experts_per_tok,
         )
         for modules in found.values()

@@ -123,10 +123,10 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
     if config.quantization is not None:
         found |= fp8_plan.row_steps(_fp8_shapes(model), max_rows, device_facts().num_sms)
     if config.moe is not None:
-        size = model.shard.expert_intermediate_size
-        moe_config = config.moe
+        own, size = config.moe, model.shard.expert_intermediate_size
+        block = None if config.fp8 is None else config.fp8.block
         found |= moe.token_steps(
-            MoEShape(moe_config.num_experts, moe_config.num_experts_per_tok, size, config.hidden_size)
+            MoEShape(own.num_experts, own.num_experts_per_tok, size, config.hidden_size, block)
         )
     if model.deterministic:
         weights: set[Tensor] = {*model.parameters()}

@@ -258,5 +258,5 @@ def _experts_seconds(own: ModelExperts, tokens: int, bandwidth: float) -> float:
     """Returns about how long the experts take: reading the chosen ones, and with many tokens longer."""
     shape = own.shape
     used = min(shape.num_experts, tokens * shape.per_token)
-    each = 3 * shape.size * shape.hidden * ELEMENT
+    each = 3 * shape.size * shape.hidden * shape.element
     return used * each / bandwidth * (1 + shape.pairs(tokens) / 256)
