@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import segue
+from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
@@ -223,6 +225,36 @@ def test_no_step_needs_a_variant_that_the_warm_up_lacks(
         for plan in requests(random.Random(2), model, 40):
             model.executor.run(plan).result()
     assert not missing(replayed, warmed) and len(replayed) < len(eager)
+
+
+def test_the_warm_up_knows_the_plans_that_the_start_found(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights in FP8: each number of rows has another number of splits, and other readers of them."""
+    from segue.kernels import plan_store
+    from segue.kernels.fp8_plan import FP8Plan, FP8Shape
+    from segue.kernels.triton import fp8_gemm
+
+    model = FakeModel(**FP8_BLOCKS, rows=40, chunk=300)
+    found: plan_store.Plans = {}
+    for splits, rows in enumerate((1, 5, 10, 14, 47), 2):  # nothing else changes there
+        plans = {
+            kind: asdict(FP8Plan(64, 64, 128, count, 3, 4))
+            for kind, count in (("split", splits), *[("gated", 1)] * (splits % 2))
+        }
+        for module in model.model.modules():
+            if isinstance(module, Linear) and module.scale is not None:
+                key = FP8Shape(1, *module.weight.shape, module.block, "split").key
+                found.setdefault(key, {})[str(rows)] = plans
+    monkeypatch.setattr(plan_store, "_found", found)
+    fp8_gemm.choose_fp8.cache_clear()
+    warmed = warmed_by(model, monkeypatch)
+    with recorded() as needed:
+        for plan in requests(random.Random(1), model, 40):
+            model.executor.run(plan).result()
+    fp8_gemm.choose_fp8.cache_clear()
+    assert not missing(needed, warmed)
+    assert sum(kernel == "norm._add_rms_norm" for kernel, _ in needed) > 5
 
 
 def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
