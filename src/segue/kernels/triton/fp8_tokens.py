@@ -7,8 +7,8 @@ are like those of the weight:
 - A weight with a scale per 128 columns: so have tokens. The kernel here multiplies the sum of the products of
   128 columns by both scales, and adds these up in float32.
 
-Norms and activations write tokens in FP8 themselves (`store_quantized`), so that only the output of attention
-is quantized by a kernel of its own.
+Norms and activations write tokens in FP8 themselves (`store_quantized`), so that of most models only the
+output of attention is quantized by a kernel of its own.
 """
 
 from functools import cache
