@@ -229,8 +229,8 @@ def soak(
             if number == kills or (number >= warm_kills and number % every == 0):
                 soaked.wait_until_whole()
                 samples.append(soaked.sizes())
-                if (used := report.gpu_memory_mib()) is not None:
-                    of_gpu.append(used)
+                if "--device=cuda" in options:
+                    of_gpu.append(report.gpu_memory_mib())
                 told = ", ".join(f"{name} {size.pss_kib >> 10} MiB" for name, size in samples[-1].items())
                 print(f"{number} kills, {time.monotonic() - began_at:.0f} s: {told}", flush=True)
         took_s = time.monotonic() - began_at

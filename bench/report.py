@@ -67,10 +67,8 @@ class Clocks:
             self.seen = {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
 
 
-def gpu_memory_mib() -> int | None:
-    """Return the memory of the GPU that is in use, whoever uses it, in MiB; None without a GPU."""
-    if not shutil.which("nvidia-smi"):
-        return None
+def gpu_memory_mib() -> int:
+    """Return the memory of the GPU that is in use, whoever uses it, in MiB."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.check_output(command, text=True))

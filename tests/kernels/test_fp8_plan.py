@@ -51,6 +51,11 @@ def test_kernels_that_are_needed_anyway_have_an_advantage() -> None:
     )
 
 
+def test_a_gated_gemm_has_kernels_of_its_own() -> None:
+    whole, gated = FP8Shape(16, 4096, 12288, 0, "whole"), FP8Shape(16, 24576, 4096, 0, "gated")
+    assert candidates([whole, gated], H200)[gated] == candidates([gated], H200)[gated]
+
+
 def test_weights_of_another_form_have_another_key() -> None:
     assert FP8Shape(1, 6144, 4096, 0, "split").key == "6144x4096 fp8"
     assert FP8Shape(8, 6144, 4096, 128, "whole").key == "6144x4096 fp8/128"

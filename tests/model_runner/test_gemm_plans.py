@@ -23,7 +23,7 @@ from segue.kernels.plan_store import PlanCache, Plans, lookup
 from segue.layers.blocks import Linear
 from segue.model_runner.gemm_plans import model_fp8_gemms, model_gemms, plan_gemms, share
 from segue.models.config import ModelConfig
-from segue.models.decoder import build_model
+from segue.models.decoder import Decoder, build_model
 from tests.kernels.test_gemm_plan import H200
 
 SMOLLM2 = ModelConfig.from_hf(CONFIG)
@@ -91,13 +91,21 @@ def test_weights_that_are_packed_get_no_plans() -> None:
     assert [gemm.kind for gemm in model_gemms(model)] == ["whole"]
 
 
-def test_weights_in_fp8_get_plans_of_their_own() -> None:
-    """On CUDA."""
-    model = build_model(SMOLLM2, dtype=torch.bfloat16)
+def fp8_on_cuda(dtype: torch.dtype) -> Decoder:
+    model = build_model(SMOLLM2, dtype=dtype)
     for module in model.modules():
         if isinstance(module, Linear) and not module.float32_output:
             module.make_fp8(128)
             module.packed = FP8Gemm(module.weight, module.scale, module.block)
+    return model
+
+
+def test_only_activations_in_bfloat16_have_plans_for_weights_in_fp8() -> None:
+    assert model_fp8_gemms(fp8_on_cuda(torch.float16)) == []
+
+
+def test_weights_in_fp8_get_plans_of_their_own() -> None:
+    model = fp8_on_cuda(torch.bfloat16)
     found = {(*gemm.weights[0][0].shape, gemm.kind): gemm for gemm in model_fp8_gemms(model)}
     assert rows_of(found) == {
         (960, 576, "split"): list(ROWS),

@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import segue
+from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
@@ -225,6 +227,36 @@ def test_no_step_needs_a_variant_that_the_warm_up_lacks(
     assert not missing(replayed, warmed) and len(replayed) < len(eager)
 
 
+def test_the_warm_up_knows_the_plans_that_the_start_found(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights in FP8: each number of rows has another number of splits, and other readers of them."""
+    from segue.kernels import plan_store
+    from segue.kernels.fp8_plan import FP8Plan, FP8Shape
+    from segue.kernels.triton import fp8_gemm
+
+    model = FakeModel(**FP8_BLOCKS, rows=40, chunk=300)
+    found: plan_store.Plans = {}
+    for splits, rows in enumerate((1, 5, 10, 14, 47), 2):  # nothing else changes there
+        plans = {
+            kind: asdict(FP8Plan(64, 64, 128, count, 3, 4))
+            for kind, count in (("split", splits), *[("gated", 1)] * (splits % 2))
+        }
+        for module in model.model.modules():
+            if isinstance(module, Linear) and module.scale is not None:
+                key = FP8Shape(1, *module.weight.shape, module.block, "split").key
+                found.setdefault(key, {})[str(rows)] = plans
+    monkeypatch.setattr(plan_store, "_found", found)
+    fp8_gemm.choose_fp8.cache_clear()
+    warmed = warmed_by(model, monkeypatch)
+    with recorded() as needed:
+        for plan in requests(random.Random(1), model, 40):
+            model.executor.run(plan).result()
+    fp8_gemm.choose_fp8.cache_clear()
+    assert not missing(needed, warmed)
+    assert sum(kernel == "norm._add_rms_norm" for kernel, _ in needed) > 5
+
+
 def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for options in (
@@ -410,18 +442,40 @@ def test_the_search_knows_which_kernels_there_was_no_time_to_compile(
 
     from segue.kernels.triton import plan_timing, step_inputs
 
-    def run(plan: str, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def run(plan: str | None, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         numbers, pool = inputs
         step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
 
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
-    task: Any = SimpleNamespace(plans=["plan"], compared=(), inputs=lambda: (numbers, pool), run=run)
+    task: Any = SimpleNamespace(plans=["plan"], inputs=lambda: (numbers, pool), run=run)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for deadline, is_late in ((0.0, True), (math.inf, False)):
         step_inputs._gather_inputs.device_caches.clear()
         [[[kernel]]] = plan_timing._compile([task], deadline)
         assert (plan_timing._is_late(kernel), plan_timing._is_compiled(kernel)) == (is_late, not is_late)
     step_inputs._gather_inputs.device_caches.clear()
+
+
+@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
+def test_the_search_compiles_what_plans_are_compared_with(fake_cuda: None, kind: Any) -> None:
+    """And counts the reading of its partials once: the run of a gated GEMM has their reader."""
+    from segue.kernels.fp8 import FP8
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_tasks import plan_tasks
+    from segue.kernels.triton.plan_timing import _compile
+
+    weights = [(torch.empty(2048, 1024, dtype=FP8), torch.empty(2048, 1))]
+    own = ModelFP8Gemm(weights=weights, block=0, bias=None, kind=kind, first_rows=1, last_rows=64)
+    tasks = plan_tasks([own], {}, device_facts())
+    assert len(tasks) == 5
+    with recorded() as compiled:
+        _compile(tasks, math.inf)
+    for task in tasks:
+        with recorded() as timed:
+            result = task.run(None, task.inputs())
+        assert timed and not missing(timed, compiled)
+        assert (task.reading(None) > 0) == (result.dim() == 3) == (kind == "split")
 
 
 def test_a_kernel_is_queued_by_any_version_of_triton() -> None:

@@ -216,7 +216,7 @@ class FakeModel:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.build_derived()
-            elif isinstance(module, Linear) and (deterministic or found.fp8 is not None):
+            elif isinstance(module, Linear) and (deterministic or module.scale is not None):
                 module.build_derived(deterministic=deterministic)
         angles = torch.zeros(max_seq_len, found.head_dim // 2)
         self.model.rotary._table = angles, angles.clone()

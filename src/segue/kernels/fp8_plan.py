@@ -112,7 +112,8 @@ def candidates(shapes: Iterable[FP8Shape], device: DeviceFacts) -> dict[FP8Shape
 
         def kernel(plan: FP8Plan, shape: FP8Shape = shape) -> object:
             """Returns what tells the kernel of a plan from others; few rows have other launch options."""
-            return replace(plan, splits=1), plan.splits > 1, shape.block, shape.rows <= FEW_ROWS
+            gated, few = shape.kind == "gated", shape.rows <= FEW_ROWS
+            return replace(plan, splits=1), plan.splits > 1, shape.block, gated, few
 
         def rank(plan: FP8Plan, shape: FP8Shape = shape) -> float:
             return _predict(plan, shape, device) * (1 if kernel(plan) in used else 1.05)

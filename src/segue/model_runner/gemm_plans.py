@@ -98,7 +98,9 @@ def model_gemms(model: Decoder) -> list[ModelGemm]:
 
 
 def model_fp8_gemms(model: Decoder) -> list[ModelFP8Gemm]:
-    """Return the GEMMs by weights in FP8 of a model on CUDA; those of equal layers are one."""
+    """Return the GEMMs by weights in FP8 of a model in bfloat16 on CUDA; those of equal layers are one."""
+    if model.embed.weight.dtype != torch.bfloat16:  # `choose_fp8` has no plans for others
+        return []
     return [
         ModelFP8Gemm(
             weights=[(module.packed.weight, module.packed.scales) for module in modules],  # type: ignore[union-attr]

@@ -7,8 +7,8 @@ are like those of the weight:
 - A weight with a scale per 128 columns: so have tokens. The kernel here multiplies the sum of the products of
   128 columns by both scales, and adds these up in float32.
 
-Norms and activations write tokens in FP8 themselves (`store_quantized`), so that only the output of attention
-is quantized by a kernel of its own.
+Norms and activations write tokens in FP8 themselves (`store_quantized`), so that of most models only the
+output of attention is quantized by a kernel of its own.
 """
 
 from functools import cache
@@ -39,8 +39,9 @@ def _scale_of(most):
 
 @triton.jit
 def _quantized(values, scale):
-    """Returns float32 values in FP8, divided by their scale."""
-    return tl.minimum(tl.maximum(tl.div_rn(values, scale), -_MAX), _MAX).to(tl.float8e4nv)
+    """Returns float32 values in FP8, divided by their scale; NaN stays NaN."""
+    scaled = tl.div_rn(values, scale)
+    return tl.clamp(scaled, -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def add_rms_norm(
         GROUP=fp8_block or 0,
         **launch_options(min(8, max(1, block // 512)), num_rows),
     )
-    return in_fp8 or normed, total
+    return normed if in_fp8 is None else in_fp8, total
 
 
 _FP8_MAX = tl.constexpr(FP8_MAX)

@@ -31,10 +31,6 @@ class PlanTask(Protocol):
         """What to try."""
 
     @property
-    def compared(self) -> Sequence[Any]:
-        """The plan of ours that the candidates are compared with; none: they are compared with cuBLAS."""
-
-    @property
     def place(self) -> tuple[str, str, str]:
         """Key, number of rows and kind of its plan in tables."""
 
@@ -52,7 +48,7 @@ class PlanTask(Protocol):
         """Run it with a plan, and the weights of one layer; None: what the plans are compared with."""
 
     def reading(self, plan: Any) -> float:
-        """Returns the microseconds that the reader of the result loses by this plan."""
+        """Returns the microseconds that the reader of the result of `run` loses by this plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +59,6 @@ class GemmTask:
     shape: GemmShape
     plans: Sequence[GemmPlan]
     bandwidth: float
-    compared: Sequence[GemmPlan] = ()
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -92,15 +87,16 @@ class GemmTask:
         result = F.linear(x, weight, own.bias)
         return silu_mul(result, own.dtype) if gated else result
 
-    def reading(self, plan: GemmPlan) -> float:
-        return _partials_us(plan.splits, self.shape.rows, self.shape.size, self.bandwidth)
+    def reading(self, plan: GemmPlan | None) -> float:
+        splits = 1 if plan is None else plan.splits
+        return _partials_us(splits, self.shape.rows, self.shape.size, self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8Task:
     """One GEMM by a weight in FP8 with one number of rows; it is compared with the default plan.
 
-    That of a gated GEMM may split K, and another kernel follows.
+    That of a gated GEMM may split K, and the kernel that reads its partials is a part of the run.
     """
 
     gemm: ModelFP8Gemm
@@ -109,9 +105,10 @@ class FP8Task:
     device: DeviceFacts
 
     @property
-    def compared(self) -> Sequence[FP8Plan]:
+    def default(self) -> FP8Plan:
+        """What runs without a plan."""
         shape = replace(self.shape, kind="split") if self.shape.kind == "gated" else self.shape
-        return [fp8_plan.default_plan(shape, self.device.num_sms)]
+        return fp8_plan.default_plan(shape, self.device.num_sms)
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -134,11 +131,12 @@ class FP8Task:
         gated = self.shape.kind == "gated"
         if plan is not None:
             return fp8_gemm.run_fp8(plan, x, weight, scales, own.block, own.bias, gated=gated)
-        result = fp8_gemm.run_fp8(self.compared[0], x, weight, scales, own.block, own.bias)
+        result = fp8_gemm.run_fp8(self.default, x, weight, scales, own.block, own.bias)
         return silu_mul(result, x.dtype) if gated else result
 
-    def reading(self, plan: FP8Plan) -> float:
-        return _partials_us(plan.splits, self.shape.rows, self.shape.size, self.device.bandwidth)
+    def reading(self, plan: FP8Plan | None) -> float:
+        splits = 1 if self.shape.kind == "gated" else (plan or self.default).splits
+        return _partials_us(splits, self.shape.rows, self.shape.size, self.device.bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +147,6 @@ class ExpertsTask:
     tokens: int
     plans: Sequence[MoEPlan]
     bandwidth: float
-
-    @property
-    def compared(self) -> Sequence[MoEPlan]:
-        return [moe_plan.default_plan(self.experts.shape, self.tokens, is_float32=False)]
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -175,10 +169,10 @@ class ExpertsTask:
     def run(self, plan: MoEPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
         x, weights, experts = inputs
         own = self.experts
-        plan = plan or self.compared[0]
+        plan = plan or moe_plan.default_plan(own.shape, self.tokens, is_float32=False)
         return moe.run_experts(x, *own.weights[copy % len(own.weights)], weights, experts, plan)
 
-    def reading(self, plan: MoEPlan) -> float:
+    def reading(self, plan: MoEPlan | None) -> float:
         return 0.0
 
 

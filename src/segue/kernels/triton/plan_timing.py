@@ -132,8 +132,7 @@ def _compile(tasks: Sequence[PlanTask], deadline: float) -> list[list[list[Any]]
     kernels: list[list[list[Any]]] = [[] for _ in tasks]
     with _UntilDeadline(deadline) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
         for task, given in zip(tasks, inputs, strict=True):
-            for plan in task.compared:
-                _kernels(task, plan, given)
+            _kernels(task, None, given)
         for number in range(max(len(task.plans) for task in tasks)):
             for task, given, own in zip(tasks, inputs, kernels, strict=True):
                 own += [_kernels(task, plan, given) for plan in task.plans[number : number + 1]]
@@ -185,7 +184,7 @@ def _fastest_of(task: PlanTask, plans: Sequence[Any], timer: ChainTimer) -> Any 
     inputs = task.inputs()
     expected = task.run(None, inputs)
     copies = int(min(_MAX_CHAIN, max(4, _CHAIN_S / task.seconds)))
-    without = sum(map(task.reading, task.compared)) + timer(partial(task.run, None, inputs), copies)
+    without = task.reading(None) + timer(partial(task.run, None, inputs), copies)
     times = {}
     for plan in plans:
         try:
