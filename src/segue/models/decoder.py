@@ -177,10 +177,10 @@ class MoE(Layer):
 
     def weights(self, name: str) -> ExpertWeights:
         """Return the experts' weights for the backend: "gate_up" or "down"."""
-        weight = self.packed.get(name)
-        if weight is not None or self.block is None:
-            return self.experts[name] if weight is None else weight
-        return self._in_fp8(self.experts[name], self.experts[f"{name}_scale"])
+        if (values := self.packed.get(name)) is not None:
+            return values
+        weight = self.experts[name]
+        return weight if self.block is None else self._in_fp8(weight, self.experts[f"{name}_scale"])
 
     def _in_fp8(self, weight: Tensor, scales: Tensor) -> FP8Experts:
         assert self.block is not None
