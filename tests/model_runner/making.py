@@ -32,7 +32,7 @@ def make_runner(
 ) -> ModelRunner:
     """Return a runner of the checkpoint in `directory`."""
     config = EngineConfig(**options(directory, **changes))
-    source = resolve(config.model, config.load_format, config.cache_dir)
+    source = resolve(config.model, config.load_format, config.cache_dir, quantization=config.quantization)
     return ModelRunner(config, source, tp or TPInfo(), run_dir, lambda *_: None)
 
 

@@ -28,6 +28,21 @@ def test_the_weights_have_the_bytes_of_the_arena(save: object, tmp_path: Path) -
         runner.close()
 
 
+@pytest.mark.parametrize("save", [tiny.save_llama, tiny.save_qwen3_moe])
+def test_the_values_of_weights_in_fp8_are_known_to_be_copied_on_a_cpu(save: object, tmp_path: Path) -> None:
+    save(tmp_path)  # type: ignore[operator]
+    runner = making.make_runner(tmp_path, quantization="fp8")
+    try:
+        copied = runner._startup._derived
+    finally:
+        runner.close()
+    config = EngineConfig(**making.options(tmp_path, quantization="fp8"))
+    source = resolve(config.model, "auto", tmp_path, quantization="fp8")
+    chosen = choose_start(config, source, TPInfo())
+    needed = least_demand(config, chosen.resolved, source.config, TPInfo(), free_before=0)
+    assert 0.5 * copied < needed.reserve.derived <= copied
+
+
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     tiny.save_llama(tmp_path)
     config = EngineConfig(**making.options(tmp_path, num_kv_tokens=None))

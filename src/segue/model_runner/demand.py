@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from segue.config import EngineConfig
@@ -79,10 +81,12 @@ def least_demand(
 ) -> Demand:
     """Return a lower bound of what rank `tp` will need, for which nothing is loaded and nothing computed.
 
-    A CPU also makes packed copies of weights, and steps take more than `min_activations` says. The reserve
-    for CUDA graphs is left out, since an engine without room for them goes on without.
+    A CPU copies the values of weights in FP8. It also makes packed copies of others, and steps take more than
+    `min_activations` says. The reserve for CUDA graphs is left out, since an engine without room for them
+    goes on without.
     """
-    sizes = shard(model, tp)
+    sizes, table, dtype = shard(model, tp), weight_map.build(model, tp), resolved.dtype
+    copied = table.scales if resolved.device.type == "cpu" else ()
     return make_demand(
         config,
         resolved,
@@ -91,7 +95,8 @@ def least_demand(
         free_before=free_before,
         page_bytes=resolved.kv_shape(model, sizes, num_pages=0).page_bytes,
         parks_kv=config.parks_kv,
-        arena_bytes=weight_bytes(model, tp, resolved.dtype),
+        arena_bytes=Layout.of(table.specs(dtype)).num_bytes,
+        derived=sum(prod(table.parameters[name]) for name in copied) * dtype.itemsize,
         activations=min_activations(model, resolved),
     ).without_graphs()
 
