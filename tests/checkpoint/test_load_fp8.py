@@ -275,6 +275,16 @@ def test_wrong_experts_are_refused(change: dict[str, Any], expected: str, tmp_pa
         tiny.load(tmp_path, dtype=torch.bfloat16)
 
 
+def test_scales_may_be_greater_than_the_dtype_of_the_engine_allows(tmp_path: Path) -> None:
+    tiny_fp8.write(tmp_path, "rows", tiny_fp8.model("llama"))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: torch.full((192, 256), 2**-9).to(FP8), name + "_scale": torch.full((192, 1), 1e5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, arena = tiny.load(tmp_path, dtype=torch.float16)
+    assert (read(arena, model.config)[name] == torch.tensor(1e5) * 2**-9).all()
+
+
 def test_a_checkpoint_in_fp8_cannot_be_unquantized(tmp_path: Path) -> None:
     tiny_fp8.write(tmp_path, "rows", tiny_fp8.model("llama"))
     with pytest.raises(ConfigError, match="quantization='none', but the checkpoint is in FP8; leave"):

@@ -123,8 +123,9 @@ def check_finite(arena: Arena, weight_map: WeightMap, origin: Path) -> None:
         ModelFileError: a value is NaN or infinite; the text names its tensor and counts such values.
     """
     views = [arena.view(name) for name in arena.layout.table]
-    fp8, others = [view for view in views if view.dtype == FP8], [view for view in views if view.dtype != FP8]
-    if all(are_finite(others, others[0].dtype)) and not any(map(has_nan, fp8)):
+    by_dtype = {each: [view for view in views if view.dtype == each] for each in {v.dtype for v in views}}
+    fp8 = by_dtype.pop(FP8, [])
+    if all(all(are_finite(each, kind)) for kind, each in by_dtype.items()) and not any(map(has_nan, fp8)):
         return
     # The slow part, for the error's text only: a parameter may hold several of the checkpoint's tensors.
     counts: dict[str, int] = {}
