@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,12 +45,14 @@ from segue.messages.steps import (
     StepPlan,
     StepResult,
 )
+from segue.model_runner.runner import ModelRunner
 from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.follower import follow
 from segue.worker.loop import SchedulerLoop
 from tests.conftest import WaitUntil
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
+from tests.support.fake_worker import EchoRunner
 from tests.support.kv_hello import hello
 from tests.worker.updaters import FakeUpdater
 
@@ -623,3 +627,10 @@ def test_the_state_of_leases_is_shown_although_no_step_runs(decode: Client, wait
     while (message := decode.receive()).counters.handover.leases != {"granted": 1}:
         pass
     assert message.step_seconds == 0.0
+
+
+def test_the_runners_of_fake_workers_have_what_the_loop_asks_for() -> None:
+    """Otherwise hundreds of tests would fail, and none of them here."""
+    asked = set(re.findall(r"self\.runner\.(\w+)", inspect.getsource(SchedulerLoop)))
+    assert "forward_batch" in asked
+    assert asked <= {*dir(EchoRunner)} & {*dir(ModelRunner)}
