@@ -83,17 +83,20 @@ def _hold(file: Path, replace: Callable[[type, str, Any], None]) -> None:
 
     guard = _Guard(file)
     plan_step, receive = Scheduler.plan, SchedulerLoop._receive
+    held: set[int] = set()  # schedulers whose last plan was held back: their loops look again
 
     def plan(self: Scheduler, now: float) -> Any:
         if guard.is_closed(self.totals.output_tokens):
+            held.add(id(self))
             return None
+        held.discard(id(self))
         found = plan_step(self, now)
         if found is not None:
             guard.pass_one()
         return found
 
     def look_again(self: SchedulerLoop, *, block: bool) -> None:
-        if block and guard.is_closed(self.scheduler.totals.output_tokens):
+        if block and id(self.scheduler) in held:  # the gate may be open by now, and no message would follow
             self._poller.poll(LOOK_AGAIN_MS)
             block = False
         receive(self, block=block)
