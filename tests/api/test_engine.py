@@ -217,12 +217,15 @@ def test_abort_gives_what_there_is(engine: FakeEngine, wait_until: Any) -> None:
 def test_a_cancelled_call_aborts_its_request(engine: FakeEngine) -> None:
     async def work() -> None:
         task = asyncio.ensure_future(engine.async_generate(["abc"] * 8, LONG))
-        await asyncio.sleep(0.01)
+        while engine._runtime.manager.num_requests < 8:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(work())
+    engine.pause_generation("in_place")  # it cannot end before it is cancelled
+    asyncio.run(asyncio.wait_for(work(), 60))
+    engine.continue_generation()
 
 
 def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

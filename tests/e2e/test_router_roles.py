@@ -18,6 +18,7 @@ from segue.messages.control import PauseMode
 from tests.e2e.served import greedy
 from tests.e2e.test_router import routing, until
 from tests.server.live import LiveServer
+from tests.support.held_steps import hold_here
 from tests.support.shared_client import shared_client
 
 NUM_CLIENTS = 4
@@ -151,9 +152,11 @@ def test_no_request_fails_while_roles_change_and_engines_drain(
     ["in_place", "retract", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("wait", "abort"))],
 )
 def test_guided_output_that_is_handed_over_and_paused_is_that_of_one_engine(
-    fleet: tuple[str, list[LiveServer]], mode: PauseMode
+    fleet: tuple[str, list[LiveServer]], mode: PauseMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, engines = fleet
+    gate = hold_here(tmp_path / "steps", monkeypatch)
+    holds = mode in ("in_place", "retract")  # a pause of another kind ends the requests
     bodies = [
         {"input_ids": prompt, "sampling_params": {"temperature": 1.0, "max_new_tokens": 250} | guide}
         for prompt, guide in zip(PROMPTS, GUIDES, strict=True)
@@ -161,15 +164,20 @@ def test_guided_output_that_is_handed_over_and_paused_is_that_of_one_engine(
     expected = [ask(engines[1], body).json() for body in bodies]
     adopted = sum(map(num_adopted, engines))
     with shared_client(base_url=url, timeout=60) as http, ThreadPoolExecutor(len(bodies)) as threads:
-        futures = [threads.submit(http.post, "/generate", json=body) for body in bodies]
+        if holds:
+            gate.close_after(10)  # of all engines together, until the next pause
         num_interrupted, made = 0, num_generated(engines)
+        futures = [threads.submit(http.post, "/generate", json=body) for body in bodies]
         while num_interrupted < 6 and not all(future.done() for future in futures):
             now = num_generated(engines)
             if now == made:
                 continue
-            for path, body in (("/pause_generation", {"mode": mode}), ("/continue_generation", {})):
-                assert http.post(path, json=body).status_code == 200
+            assert http.post("/pause_generation", json={"mode": mode}).status_code == 200
             num_interrupted, made = num_interrupted + 1, num_generated(engines)
+            if holds:
+                gate.close_after(10)
+            assert http.post("/continue_generation", json={}).status_code == 200
+        gate.open()
         replies = [future.result().json() for future in futures]
     assert num_interrupted > (0 if mode in ("wait", "abort") else 3)
     assert sum(map(num_adopted, engines)) > adopted
