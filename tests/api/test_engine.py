@@ -229,7 +229,7 @@ def test_a_cancelled_call_aborts_its_request(engine: FakeEngine) -> None:
 
 
 def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     with start(tiny_model) as engine:
         stream = engine.generate("abc", LONG, stream=True, rid="same")
         next(stream)
@@ -320,7 +320,7 @@ def test_a_shut_down_engine_says_so(tiny_model: Path) -> None:
 
 
 def test_requests_in_flight_end_at_a_shutdown(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     engine = start(tiny_model)
     stream = engine.generate("abc", LONG, stream=True)
     next(stream)

@@ -529,7 +529,7 @@ def test_a_stream_to_http_1_0_ends_the_connection_despite_keep_alive(fast: LiveS
 def test_a_client_that_closes_its_sending_side_counts_as_disconnected(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any, stream: bool
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     server = start(limits())
     with RawClient(server, request(stream=stream, max_tokens=400)) as client:
         wait_until(lambda: server.runtime.manager.num_requests == 1)
