@@ -30,9 +30,13 @@ from triton.runtime import JITFunction, driver
 from bench import report
 from segue.attention import triton as attention
 from segue.attention.base import AttentionShape, Context
+from segue.kernels import fp8_plan
+from segue.kernels.fp8 import ExpertWeights, FP8Experts
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape, Kind, candidates
 from segue.kernels.triton import (
     all_reduce,
+    fp8_gemm,
+    fp8_tokens,
     gate_up_silu,
     gemm,
     grouped_copy,
@@ -155,6 +159,26 @@ def _gemms(device: DeviceFacts, rows: int) -> None:
             gemm.run(plan, _bf16(rows, depth), weight, None, torch.bfloat16, gated=kind == "gated")
 
 
+def _fp8_gemms(device: DeviceFacts) -> None:
+    """Compile GEMMs by weights in FP8, with all kinds of scales: the default plans, and candidates."""
+    if device.capability < (8, 9):
+        return
+    for block, rows in itertools.product((0, 16, 128), (1, 32, 64, 4096)):
+        shape = fp8_plan.FP8Shape(rows, 6144, 4096, block, "split" if rows == 1 else "whole")
+        found = fp8_plan.candidates([shape], device)[shape][:4] if rows <= fp8_plan.MAX_FEW_ROWS else []
+        weight, scales = _fp8(256, 4096), torch.empty(256, 4096 // block if block else 1)
+        for plan in [fp8_plan.default_plan(shape, device.num_sms), *found]:
+            for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
+                fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
+    for block in (0, 128):
+        tokens = fp8_tokens.quantize_tokens(_bf16(256, 4096), block)
+        norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, fp8_block=block)
+        gate_up_silu.silu_mul_fp8(_bf16(256, 24576), block)
+    if device.has_tma:  # others take the kernel of few rows
+        for size in (6144, 24576):
+            fp8_tokens.multiply_in_fp8(tokens, _fp8(size, 4096), torch.empty(size, 32), None)
+
+
 def _batch_invariant(device: DeviceFacts) -> None:
     """Compile the GEMMs of deterministic mode."""
     for rows in (1, 32, 64, 256, 8192):
@@ -199,10 +223,11 @@ def _small(device: DeviceFacts) -> None:
 
 
 def _attention(device: DeviceFacts) -> None:
-    """Compile decode and prefill, also batch-invariant, for heads of 64 and 128, and for a cache in FP8."""
+    """Compile decode and prefill, also batch-invariant, for heads of 64 to 256, and for a cache in FP8."""
     kinds = attention.TritonAttention, attention.TritonInvariantAttention
     fp8 = (False, True) if device.capability >= (8, 9) else (False,)
-    for dim, page_size, kind, in_fp8 in itertools.product((64, 128), (16, 64), kinds, fp8):
+    sizes_of_heads_and_pages = (64, 16), (64, 64), (128, 16), (128, 64), (256, 64)
+    for (dim, page_size), kind, in_fp8 in itertools.product(sizes_of_heads_and_pages, kinds, fp8):
         shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=dim, scale=dim**-0.5)
         sizes = KVShape(
             num_pages=8,
@@ -238,13 +263,22 @@ def _attention(device: DeviceFacts) -> None:
 
 
 def _experts(device: DeviceFacts) -> None:
-    """Compile the experts of Qwen3-30B-A3B's shape, with few experts."""
+    """Compile the experts of Qwen3-30B-A3B's shape, with few experts, in bfloat16 and in FP8."""
     num_experts, per_token, size, hidden = 16, 8, 768, 2048
-    for tokens in (1, 8, 64, 4096):
+
+    def weight(rows: int, columns: int, block: int | None) -> ExpertWeights:
+        if block is None:
+            return _bf16(num_experts, rows, columns)
+        scales = torch.empty(num_experts, rows, columns // (block or columns))
+        return FP8Experts(_fp8(num_experts, rows, columns), scales, block, torch.bfloat16)
+
+    for tokens, block in itertools.product((1, 8, 64, 4096), (None, 0, 128)):
+        if block is not None and device.capability < (8, 9):
+            continue
         weights, experts = moe_routing.route(
             _bf16(tokens, num_experts), per_token, renormalise=True, num_unpadded=None
         )
-        gate_up, down = _bf16(num_experts, 2 * size, hidden), _bf16(num_experts, hidden, size)
+        gate_up, down = weight(2 * size, hidden, block), weight(hidden, size, block)
         moe.run_experts(_bf16(tokens, hidden), gate_up, down, weights, experts)
 
 
@@ -301,7 +335,7 @@ def _weights(device: DeviceFacts) -> None:
 
 PARTS: list[Callable[[DeviceFacts], None]] = [
     *(partial(_gemms, rows=rows) for rows in ROWS),
-    *(_batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
+    *(_fp8_gemms, _batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
 ]
 
 

@@ -1,18 +1,20 @@
 """Kills the engine that serves again and again, and measures the processes that live on.
 
-    python -m bench.failover_soak [--name=cpu_failover_soak] [--kills=500] [--shadows=3] [--model=MODEL]
-                                  [--option=value …]
+    python -m bench.failover_soak [--name=cpu_failover_soak] [--kills=500] [--warm-kills=50] [--every=25]
+                                  [--shadows=3] [--model=MODEL] [--option=value …]
+    python -m bench.failover_soak --name=gpu_failover_soak --kills=20 --warm-kills=5 --every=5 --model=…
+                                  --device=cuda
 
 Beside ``segue serve --shadows N`` with the other options, whose engines are killed, it runs one more engine
 of the cohort that stands by all the time, because only a call would wake it. All have their weights from the
 memory service of the pod. Each kill comes in the middle of replies, which must all go on; in turn it hits the
-engine's front, its workers, and both. Every 25 kills, once the pod is whole again, it notes the descriptors,
+engine's front, its workers, and both. Every few kills, once the pod is whole again, it notes the descriptors,
 the mappings and the memory (PSS) of each process that has never been killed: the supervisor, the router, the
-memory service and its holder, and the front and the worker of the engine that stands by. The first 50 kills
-fill caches and do not count.
+memory service and its holder, and the front and the worker of the engine that stands by. The first kills
+fill caches and do not count. Beside a GPU it also notes how much of its memory is in use.
 
 The bars: no more descriptors, at most 1 % and 2 more mappings, and at most 2 % and 1 MiB more memory at the
-end than at the beginning.
+end than at the beginning, and at most 32 MiB more of the GPU's.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from segue.failover.standby import sign_of
 from segue.gms.supervisor import GMS_COMMAND
 from segue.launch.processes import WORKER_COMMAND
 
-WARM_KILLS, EVERY = 50, 25
+MOST_MORE_OF_GPU_MIB = 32
 WHOLE_S, START_S, STOP_S = 120.0, 120.0, 20.0
 STREAMS, TOKENS = 3, 48
 
@@ -203,13 +205,19 @@ class SoakedPod:
         return False
 
 
-def soak(options: Sequence[str], *, kills: int, shadows: int, warm_kills: int = WARM_KILLS) -> dict[str, Any]:
+def soak(
+    options: Sequence[str], *, kills: int, shadows: int, warm_kills: int = 50, every: int = 25
+) -> dict[str, Any]:
     """Kill engines so often; returns the figures, with the bars that do not hold under ``leaks``.
 
     Raises:
-        SystemExit: a stream failed, or an engine did not start.
+        SystemExit: a stream failed, an engine did not start, or there would be nothing to compare.
     """
+    if kills < warm_kills + every:
+        needed = f"--warm-kills + --every = {warm_kills} + {every}"
+        sys.exit(f"--kills={kills}: to compare two samples it takes at least {needed}")
     samples: list[Sizes] = []
+    of_gpu: list[int] = []
     seconds: list[float] = []
     rng = random.Random(0)
     with ExitStack() as stack:
@@ -218,9 +226,11 @@ def soak(options: Sequence[str], *, kills: int, shadows: int, warm_kills: int = 
         for number, part in zip(range(1, kills + 1), cycle(get_args(EnginePart)), strict=False):
             soaked.pod.wait_for_standby()
             seconds += one_kill(soaked.pod, STREAMS, TOKENS, rng, part)[1]
-            if number == kills or (number >= warm_kills and number % EVERY == 0):
+            if number == kills or (number >= warm_kills and number % every == 0):
                 soaked.wait_until_whole()
                 samples.append(soaked.sizes())
+                if "--device=cuda" in options:
+                    of_gpu.append(report.gpu_memory_mib())
                 told = ", ".join(f"{name} {size.pss_kib >> 10} MiB" for name, size in samples[-1].items())
                 print(f"{number} kills, {time.monotonic() - began_at:.0f} s: {told}", flush=True)
         took_s = time.monotonic() - began_at
@@ -230,6 +240,11 @@ def soak(options: Sequence[str], *, kills: int, shadows: int, warm_kills: int = 
         }
     num_each = max(1, min(3, len(samples) // 2))
     grown = growth(samples[:num_each], samples[-num_each:])
+    found = leaks(samples[0], grown)
+    if of_gpu:
+        more = statistics.median(of_gpu[-num_each:]) - statistics.median(of_gpu[:num_each])
+        if more > MOST_MORE_OF_GPU_MIB:
+            found.append(f"GPU: {more:g} MiB more are in use, and {MOST_MORE_OF_GPU_MIB} are allowed")
     return {
         "options": list(options),
         "kills": kills,
@@ -242,7 +257,8 @@ def soak(options: Sequence[str], *, kills: int, shadows: int, warm_kills: int = 
         "last": {name: asdict(size) for name, size in samples[-1].items()},
         "growth": {name: asdict(size) for name, size in grown.items()},
         "samples": [[asdict(size) | {"process": name} for name, size in each.items()] for each in samples],
-        "leaks": leaks(samples[0], grown),
+        "GPU memory in use, MiB": of_gpu,
+        "leaks": found,
     }
 
 
@@ -250,11 +266,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--name", default="cpu_failover_soak", help="of the file in bench/results")
     parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--warm-kills", type=int, default=50, help="that do not count")
+    parser.add_argument("--every", type=int, default=25, help="kills from one sample to the next")
     parser.add_argument("--shadows", type=int, default=3)
     parser.add_argument("--model", default="tiny", help="tiny, with dummy weights, or as in segue serve")
     args, options = parser.parse_known_args()
     with ExitStack() as stack:
-        figures = soak([*model_options(args.model, stack), *options], kills=args.kills, shadows=args.shadows)
+        figures = soak(
+            [*model_options(args.model, stack), *options],
+            kills=args.kills,
+            shadows=args.shadows,
+            warm_kills=args.warm_kills,
+            every=args.every,
+        )
     path = report.save(args.name, figures)
     rows = [
         (name, *(f"{figures['first'][name][field]} {more[field]:+}" for field in more))

@@ -47,6 +47,10 @@ def of_one_gpu() -> Benches:
             *("failover", "--model=8b", "--streams=64", "--tokens=1000"),
             *(*killed, "gpu_failover_8b"),
         ],
+        "failover_soak": [
+            *("failover_soak", "--model=0.6b", "--device=cuda", "--name=gpu_failover_soak"),
+            *("--kills=20", "--warm-kills=5", "--every=5"),
+        ],
         "warm_kv": ["warm_kv", "--model=0.6b", "--device=cuda", "--name=gpu_warm_kv"],
         "warm_kv_8b": ["warm_kv", "--model=8b", "--device=cuda", "--kills=4", "--name=gpu_warm_kv_8b"],
         "prefill_graphs_http": ["prefill_graphs_http"],

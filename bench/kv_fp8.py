@@ -21,6 +21,7 @@ from bench.tune_gemm import chain_time
 from segue.attention import registry
 from segue.attention.base import AttentionShape
 from segue.attention.registry import Setting
+from segue.attention.tiles import Tiles
 from segue.kernels.triton.norm import qk_norm_rope_store
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
@@ -53,7 +54,8 @@ def decode() -> list[Row]:
     rows = [row("bfloat16", "triton", DECODE, fp8=False)]
     for words, block, stages in itertools.product((True, False), (64, 128), (3, 5)):
         name = f"FP8, {block} keys, {stages} stages{', words' * words}"
-        chosen = {"_decode_words": words, "_decode_block": block, "_decode_stages": stages}
+        tiles = Tiles(rows=128, keys=64, decode_keys=block)
+        chosen = {"_decode_words": words, "_tiles": tiles, "_decode_stages": stages}
         rows.append(row(name, "triton", DECODE, fp8=True, **chosen))
     return rows
 

@@ -67,6 +67,13 @@ class Clocks:
             self.seen = {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
 
 
+def gpu_memory_mib() -> int:
+    """Return the memory of the GPU that is in use, whoever uses it, in MiB."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.check_output(command, text=True))
+
+
 def _smi(fields: str) -> list[str]:
     return ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 

@@ -154,7 +154,8 @@ def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
 
     from segue.kernels.gemm_plan import fewest_rows
     from segue.kernels.triton import gemm
-    from segue.kernels.triton.plan_timing import ChainTimer, GemmTask, use_plans
+    from segue.kernels.triton.plan_tasks import GemmTask
+    from segue.kernels.triton.plan_timing import ChainTimer, use_plans
     from segue.model_runner.gemm_plans import model_gemms
     from segue.models.decoder import build_model
 

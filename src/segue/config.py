@@ -145,8 +145,8 @@ class EngineConfig(Options):
     )
     quantization: Quantization = _model(
         "auto",
-        "Format of the weights of linear layers; 'fp8': 8-bit floats with a scale per row, made while "
-        "the weights are loaded; 'auto': the checkpoint's.",
+        "Format of the weights of linear layers and experts; 'fp8': 8-bit floats with a scale per row, made "
+        "while the weights are loaded; 'auto': the checkpoint's.",
     )
     max_model_len: int | None = _model(
         None, "Longest sequence, in tokens, prompt and output together; default: the model's.", minimum=2

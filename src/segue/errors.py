@@ -267,6 +267,10 @@ class GuidedOutputError(SegueError, status=400, type="invalid_request_error", co
     """A request's grammar turned out to be too complex, or its output does not belong to it."""
 
 
+class GuideLostError(SegueError, status=503, code="guide_lost"):
+    """A process that follows grammars has ended, or cannot be started; the request can be sent again."""
+
+
 class HandoverError(SegueError, status=503, code="kv_peer_lost"):
     """The KV of a request did not come from the prefill worker; the request can be sent again."""
 

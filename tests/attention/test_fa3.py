@@ -78,3 +78,15 @@ def test_each_half_computes_only_its_own_sequences() -> None:
     case.check()
     # Decode gets no other queries, because its buffer of partial results grows with the queries.
     assert seen == {False: (2, [0, 1, 2, 2]), True: (14, [2, 2, 2, 14])}
+
+
+def test_for_a_half_that_another_backend_serves_nothing_is_computed() -> None:
+    case = Case([1, 1, 12], [9, 40, 50], 2, make=FA3Attention)
+    backend: Any = case.ctx.backend
+    for half in ("prefill", "decode"):
+        backend._starts = backend._decode_starts = torch.empty(0)
+        backend.serves_prefill, backend.serves_decode = half == "prefill", half == "decode"
+        backend.prepare(case.ctx)
+        assert (len(backend._starts), len(backend._decode_starts)) == (
+            (4, 0) if half == "prefill" else (0, 4)
+        )

@@ -62,6 +62,14 @@ def test_each_half_has_the_pages_of_its_own_sequences(fake: FakeFlashInfer) -> N
     assert fake.plans[True] == {"starts": [0, 0, 2, 2, 14], "pages": [4, 4, 4, 4, 8], "page_size": 16}
 
 
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_that_another_backend_serves_is_not_planned(half: str, fake: FakeFlashInfer) -> None:
+    case = Case([1, 1, 12], [9, 40, 50], 2, make=FlashInferAttention)
+    setattr(case.ctx.backend, f"serves_{half}", False)
+    case.ctx.backend.prepare(case.ctx)
+    assert set(fake.plans) == {half == "decode"}, "the key is whether it is causal, as prefill is"
+
+
 def test_a_step_that_is_captured_without_lengths_has_no_work_and_is_planned_once(
     fake: FakeFlashInfer,
 ) -> None:
@@ -182,13 +190,18 @@ def test_no_cuda_toolkit_is_no_nvcc(package: Any) -> None:
         ({"head_dim": 96}, "head size 96"),
         ({"deterministic": True}, "its bits depend on the batch"),
         ({"capability": (7, 5)}, r"compute capability \(7, 5\)"),
+        (
+            {"requests": 10_001},
+            "10001 requests may run, but it takes at most 10000; lower --max-running-requests",
+        ),
         ({}, ""),
     ],
 )
 def test_what_it_supports(
     package: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
 ) -> None:
-    given = {"dtype": torch.bfloat16, "head_dim": 128, "deterministic": False, "capability": (9, 0)} | changes
+    given = {"dtype": torch.bfloat16, "head_dim": 128, "deterministic": False, "capability": (9, 0)}
+    given |= {"requests": flashinfer.MOST_REQUESTS} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
     setting = registry.Setting(
         shape=AttentionShape(num_heads=16, num_kv_heads=8, head_dim=given["head_dim"], scale=0.1),
@@ -196,6 +209,7 @@ def test_what_it_supports(
         dtype=given["dtype"],
         page_size=64,
         deterministic=given["deterministic"],
+        max_requests=given["requests"],
     )
     if reason:
         with pytest.raises(registry.ConfigError, match=f"'flashinfer' cannot be used: .*{reason}"):
@@ -203,6 +217,12 @@ def test_what_it_supports(
     else:
         assert registry.select("flashinfer", setting).graphs
         assert registry.select("triton,flashinfer", setting).name == "triton,flashinfer"
+
+
+def test_a_step_of_the_most_requests_has_room_for_its_lengths() -> None:
+    most = flashinfer.MOST_REQUESTS
+    shape = flashinfer._Shape(max_decode=most, sequences=most, tokens=2 * most, has_prefill=True)
+    assert flashinfer._Lengths.end(shape) <= flashinfer._LENGTHS
 
 
 def test_auto_does_not_take_it_before_it_was_measured(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

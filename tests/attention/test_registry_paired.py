@@ -14,6 +14,7 @@ class Half:
     """Writes its number into the tokens that it serves."""
 
     num_bytes = 10
+    serves_prefill = serves_decode = True
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,7 +62,7 @@ def test_a_backend_that_serves_both_halves_prepares_once() -> None:
         return PairedAttention([(6, both), (20, Half(4))], both)  # type: ignore[list-item,arg-type]
 
     Case([1, 2], [5, 5], 1, make=make).run()
-    assert both.prepared == 1
+    assert both.prepared == 1 and both.serves_prefill and both.serves_decode
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,9 @@ def test_the_backends_plan_whose_halves_a_step_has(
     small, large, decode = halves
     paired = PairedAttention([(6, small), (20, large)], decode)  # type: ignore[list-item,arg-type]
     assert paired.num_bytes == 30
+    assert [(half.serves_prefill, half.serves_decode) for half in halves] == [(True, False)] * 2 + [
+        (False, True)
+    ]
     lengths = StepLengths(
         kv_lens=np.ones(3, dtype=np.int32),
         cu_seqlens_q=np.arange(4, dtype=np.int32),

@@ -7,6 +7,7 @@ keys and values in FP8 are multiplied in float16.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,18 @@ def test_a_cache_in_fp8(name: str, head_dim: int, invariant: bool, dtype: torch.
 
     make = TritonInvariantAttention if invariant else TritonAttention
     Case(*CASES[name], head_dim=head_dim, group=2, dtype=dtype, scales=(0.3, 2.5), make=make).check()
+
+
+def test_decode_that_another_backend_serves_is_not_planned() -> None:
+    from segue.attention.triton import TritonAttention
+
+    case = Case(*CASES["many rows, planned"], head_dim=16, make=TritonAttention)
+    backend: Any = case.ctx.backend
+    backend.prepare(case.ctx)
+    assert backend._plan is not None
+    backend.serves_decode = False
+    backend.prepare(case.ctx)
+    assert backend._plan is None
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 2.5)])

@@ -1,12 +1,19 @@
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from segue.bench.profile import StepBench, StepProfile
 from segue.config import EngineConfig
+from segue.distributed.info import TPInfo
 from segue.errors import ConfigError
+from segue.model_runner.demand import weight_bytes
+from segue.models.config import ModelConfig
 from tests.model_runner import making, tiny
+from tests.support.fake_cuda import EXPERTS, QWEN3
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +62,23 @@ def test_a_prompt_of_several_chunks_is_profiled(bench: StepBench) -> None:
     found = bench.prefill(150)
     check(found)
     assert found.label == "prefill of 150 tokens"
+
+
+@pytest.mark.parametrize(("device", "share"), [("cuda", 0.5), ("cpu", 1.0)])
+def test_experts_in_fp8_are_half_the_bytes_on_a_gpu(device: str, share: float) -> None:
+    """Of one token the experts that it chooses are read, and of many tokens the arithmetic is the same."""
+    moe = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    config = ModelConfig.from_hf(QWEN3 | EXPERTS | moe | {"hidden_size": 2048, "vocab_size": 8})
+
+    def milliseconds(quantization: Any, tokens: int) -> float:
+        model = config.quantized(quantization)
+        num_bytes = weight_bytes(model, TPInfo(), torch.bfloat16)
+        runner = SimpleNamespace(dtype=torch.bfloat16, weight_bytes=num_bytes, device=torch.device(device))
+        bench: Any = SimpleNamespace(_speed=(4e12, 8e14), _model=model, runner=runner)
+        return StepBench._roofline(bench, tokens, kv_tokens=0, logits=1)
+
+    assert milliseconds("fp8", 1) == pytest.approx(share * milliseconds("none", 1), rel=0.05)
+    assert milliseconds("fp8", 4096) == pytest.approx(milliseconds("none", 4096), rel=0.05)
 
 
 def test_the_engine_is_empty_after_a_profile(bench: StepBench) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from segue.checkpoint.kv_scales import read_kv_scales
 from segue.checkpoint.source import resolve
 from segue.errors import ModelFileError
+from segue.model_runner import startup
 from tests.checkpoint import tiny, tiny_fp8
 from tests.model_runner import making
 
@@ -87,6 +88,15 @@ def test_a_scale_of_no_use_is_refused(scale: float, directory: Path, tmp_path: P
     add(directory, k_scale=torch.tensor(scale))
     with pytest.raises(ModelFileError, match=r"self_attn\.k_scale.* must be a number from 1\.18e-38 to 7"):
         read_kv_scales(resolve(str(directory), "auto", tmp_path))
+
+
+def test_a_scale_of_no_use_is_refused_before_the_weights_are_loaded(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(directory, k_scale=torch.tensor(0.0))
+    monkeypatch.delattr(startup, "load_weights")
+    with pytest.raises(ModelFileError, match=r"self_attn\.k_scale"):
+        making.make_runner(directory, kv_cache_dtype="fp8")
 
 
 def test_a_checkpoint_of_small_models_needs_no_scales(tmp_path: Path) -> None:

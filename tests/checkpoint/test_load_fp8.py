@@ -47,7 +47,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", tiny_fp8.LAYOUTS)
-@pytest.mark.parametrize("kind", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama-biases", "qwen3-moe"])
 def test_a_checkpoint_in_fp8_has_the_values_that_its_scales_say(
     layout: str, kind: str, tmp_path: Path
 ) -> None:
@@ -61,8 +61,8 @@ def test_a_checkpoint_in_fp8_has_the_values_that_its_scales_say(
 
 @pytest.mark.parametrize("layout", tiny_fp8.LAYOUTS)
 def test_logits_of_a_checkpoint_in_fp8_are_near_those_of_the_model(layout: str, tmp_path: Path) -> None:
-    """Within 10 % of their size, and with the values of the checkpoint in float32 within its rounding."""
-    model = tiny_fp8.model("qwen3")
+    """Within 15 % of their size, and with the values of the checkpoint in float32 within its rounding."""
+    model = tiny_fp8.model("qwen3-moe")  # a layer of experts, and one without
     meant = tiny_fp8.write(tmp_path, layout, model)
     tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
     ours, _ = tiny.load(tmp_path, dtype=torch.float32)
@@ -71,15 +71,29 @@ def test_logits_of_a_checkpoint_in_fp8_are_near_those_of_the_model(layout: str, 
     assert found is not None
     with torch.inference_mode():
         original = model(torch.tensor([tokens])).logits[0]
-        model.load_state_dict(meant)
+        model.load_state_dict(tiny_fp8.stacked(meant))
         exact = model(torch.tensor([tokens])).logits[0]
     assert (found - exact).norm() / exact.norm() < 1e-4
-    assert 0.001 < (found - original).norm() / original.norm() < 0.1
+    assert 0.001 < (found - original).norm() / original.norm() < 0.15
 
 
-def test_a_model_computes_without_packed_copies(tmp_path: Path) -> None:
+def test_experts_in_fp8_compute_the_bits_of_their_values_in_bfloat16(tmp_path: Path) -> None:
+    model = tiny_fp8.model("qwen3-moe")
+    meant = tiny_fp8.write(tmp_path / "fp8", "blocks", model)
+    model.load_state_dict(tiny_fp8.stacked(meant))
+    tiny.save(model, tmp_path / "values")
+    found, x = [], torch.randn(40, 192).bfloat16()
+    for name in ("fp8", "values"):
+        ours, _ = tiny.load(tmp_path / name, dtype=torch.bfloat16)
+        ours.build_derived()
+        found += [ours.get_submodule("layers.0.mlp")(x[:count]) for count in (1, 40)]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("kind", ["llama-biases", "qwen3-moe"])
+def test_a_model_computes_without_packed_copies(kind: str, tmp_path: Path) -> None:
     """So between the release of its memory and an update of its weights."""
-    tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("llama-biases"))
+    tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model(kind))
     model, _ = tiny.load(tmp_path, dtype=torch.float32)
     assert model.build_derived() > 0
     expected = Batch(model, 16, 1).step({0: list(range(9))})
@@ -89,9 +103,9 @@ def test_a_model_computes_without_packed_copies(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.fixture(scope="module")
-def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tiny_fp8.model("llama").bfloat16(), tmp_path_factory.mktemp("bfloat16"))
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+def bfloat16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny_fp8.model(request.param).bfloat16(), tmp_path_factory.mktemp("bfloat16"))
 
 
 @pytest.mark.parametrize("block", [0, 16])
@@ -198,15 +212,60 @@ def test_other_quantization_is_refused(quantization: dict[str, Any], tmp_path: P
         resolve(str(tmp_path), "auto", tmp_path)
 
 
-def test_experts_are_not_quantized(tmp_path: Path) -> None:
-    tiny.save_config(tiny.make("qwen3-moe"), tmp_path)
-    with pytest.raises(ConfigError, match="quantization='fp8' with a mixture of experts: only dense"):
-        resolve(str(tmp_path), "dummy", tmp_path, quantization="fp8")
-    whole = json.loads((tmp_path / "config.json").read_text())
-    whole["quantization_config"] = tiny_fp8.LAYOUTS["blocks"][0]
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(UnsupportedModelError, match="a mixture of experts in FP8; supported are dense"):
-        resolve(str(tmp_path), "dummy", tmp_path)
+@pytest.mark.parametrize("layout", ["blocks", "rows", "tensors"])
+def test_experts_in_fp8_may_be_stacked(layout: str, tmp_path: Path) -> None:
+    """As transformers 5 names them, with the scales of all experts in one tensor."""
+    meant = tiny_fp8.write(tmp_path, layout, tiny_fp8.model("qwen3-moe"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    of_weights = {name: each for name, each in tensors.items() if "input_scale" not in name}
+    for name in [name for name in of_weights if "gate_proj" in name and "experts" in name]:
+        if layout == "tensors":  # both halves of a stacked tensor have one scale
+            of_weights[name.replace("gate_proj", "up_proj")] = of_weights[name]
+    stacked = tiny_fp8.stacked(of_weights)
+    for name in stacked:
+        if "gate_up_proj_scale" in name and layout == "tensors":
+            stacked[name] = stacked[name][:, :1].contiguous()
+    save_file(stacked, tmp_path / "model.safetensors")
+    source = resolve(str(tmp_path), "auto", tmp_path)
+    if layout == "tensors":
+        ups = [name for name in meant if "experts" in name and "up_proj" in name]
+        meant |= {name: meant[name.replace("up_proj", "gate_proj")] for name in ups}
+    for tp in TPS:
+        _, arena = tiny.load_source(source, tp=tp, dtype=torch.bfloat16)
+        assert_same(read(arena, source.config, tp), parts(meant, source.config, tp))
+
+
+def test_routers_stay_as_they_are(tmp_path: Path) -> None:
+    tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("qwen3-moe"))
+    _, arena = tiny.load(tmp_path, dtype=torch.bfloat16)
+    assert arena.view("layers.0.mlp.router.weight").dtype == torch.bfloat16
+    assert arena.view("layers.0.mlp.experts.down").dtype == FP8
+    assert arena.view("layers.0.mlp.experts.down_scale").shape == (5, 192, 2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    router = "model.layers.0.mlp.gate.weight"
+    save_file({**tensors, router: tensors[router].to(FP8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"mlp.gate.weight' has type F8_E4M3; supported: "):
+        tiny.load(tmp_path, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"down_proj.weight_scale_inv": None}, r"experts.4.down_proj.weight' is in FP8, and .* has no scale"),
+        ({"down_proj.weight": torch.zeros(192, 256)}, "is a scale, but there is no .*4.down_proj.weight' in"),
+        ({"down_proj.weight_scale_inv": torch.ones(3, 3)}, r"shape \[3, 3\] .*\[192, 1\], \[2, 2\] and"),
+        ({"up_proj.weight_scale_inv": torch.full((2, 2), torch.nan)}, "4.up_proj.weight' has .* NaN or inf"),
+        ({"up_proj.weight": torch.full((256, 192), torch.nan).to(FP8)}, "4.up_proj.weight' has 49152 values"),
+    ],
+)  # fmt: skip
+def test_wrong_experts_are_refused(change: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("qwen3-moe"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.0.mlp.experts.4.{name}": tensor for name, tensor in change.items()}
+    tensors = {name: each for name, each in tensors.items() if each is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=expected):
+        tiny.load(tmp_path, dtype=torch.bfloat16)
 
 
 def test_a_checkpoint_in_fp8_cannot_be_unquantized(tmp_path: Path) -> None:
@@ -219,3 +278,6 @@ def test_ranks_cannot_cut_blocks(tmp_path: Path) -> None:
     tiny_fp8.write(tmp_path, "blocks", tiny_fp8.model("llama"))
     with pytest.raises(TensorParallelError, match=r"columns 0 to 64 of .*o_proj.weight'; they must"):
         tiny.load(tmp_path, tp=TPInfo(0, 4), dtype=torch.bfloat16)
+    tiny_fp8.write(tmp_path / "experts", "blocks", tiny_fp8.model("qwen3-moe", moe_intermediate_size=192))
+    with pytest.raises(TensorParallelError, match=r"columns 0 to 96 of .*experts.0.down_proj.weight'; they"):
+        tiny.load(tmp_path / "experts", tp=TPInfo(0, 2), dtype=torch.bfloat16)

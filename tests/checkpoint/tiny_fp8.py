@@ -22,6 +22,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "initializer_range": 0.05,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
 
 
@@ -77,6 +78,40 @@ def quantized(layout: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, scales.view(1) if layout in ("tensors", "static") else scales, meant
 
 
+def unstacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gives each expert tensors of its own, as published checkpoints have them."""
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith(".experts.gate_up_proj") or name.endswith(".experts.down_proj"):
+            for expert, matrix in enumerate(tensor):
+                names = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+                for projection, part in zip(names, matrix.chunk(len(names)), strict=True):
+                    found[f"{name.rpartition('.')[0]}.{expert}.{projection}.weight"] = part.contiguous()
+        else:
+            found[name] = tensor
+    return found
+
+
+def stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undoes `unstacked`; also for scales, whose names say so."""
+    found, experts = {}, dict[str, list[dict[str, Tensor]]]()
+    for name, tensor in state.items():
+        head, _, rest = name.partition(".experts.")
+        if not rest:
+            found[name] = tensor
+            continue
+        expert, projection, kind = rest.split(".")
+        of_layer = experts.setdefault(head + ".experts." + kind.removeprefix("weight"), [])
+        of_layer += [{} for _ in range(int(expert) + 1 - len(of_layer))]
+        of_layer[int(expert)][projection] = tensor
+    for name, parts in experts.items():
+        head, _, suffix = name.rpartition(".")
+        both = [torch.cat([each["gate_proj"], each["up_proj"]]) for each in parts]
+        found[f"{head}.gate_up_proj{suffix}"] = torch.stack(both)
+        found[f"{head}.down_proj{suffix}"] = torch.stack([each["down_proj"] for each in parts])
+    return found
+
+
 def write(directory: Path, layout: str, model: Any) -> dict[str, Tensor]:
     """Writes a model in a layout; returns the state dict with the values that this has, float32."""
     config, suffix, has_activations = LAYOUTS[layout]
@@ -85,7 +120,7 @@ def write(directory: Path, layout: str, model: Any) -> dict[str, Tensor]:
     (directory / "config.json").write_text(json.dumps(whole, default=str))
     tensors: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
+    for name, weight in unstacked(model.state_dict()).items():
         if not is_linear(name):
             tensors[name] = weight.bfloat16()
             meant[name] = tensors[name].float()
@@ -100,4 +135,5 @@ def write(directory: Path, layout: str, model: Any) -> dict[str, Tensor]:
 
 
 def model(kind: str = "llama", **options: Any) -> Any:
-    return tiny.make(kind, **{**SIZES, **options})
+    experts = EXPERTS if kind == "qwen3-moe" else {}
+    return tiny.make(kind, **{**SIZES, **experts, **options})

@@ -18,7 +18,7 @@ import torch
 
 import segue
 from bench.guided import BATCH, answer, is_valid, random_schema
-from segue.errors import GuidedOutputError, InvalidRequestError
+from segue.errors import GuideLostError, InvalidRequestError
 from segue.guided.follower import Guide
 from segue.guided.processes import _Running
 from segue.messages.control import PauseMode
@@ -229,6 +229,7 @@ def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
         ThreadPoolExecutor(2) as pool,
         segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other,
     ):
+        other.generate(PROMPTS[0], drawn(1, **LONG[0]))  # from then on the processes are ready
         other.pause_generation("in_place")
         guided, plain = (pool.submit(other.generate, PROMPTS[row], params[row]) for row in range(2))
         until(other, waiting_queue_size=2)
@@ -238,7 +239,7 @@ def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
         (running,) = (each for each in gc.get_objects() if type(each) is _Running and not each.exit_codes())
         running.processes[0].kill()
         gate.open()
-        with pytest.raises(GuidedOutputError, match="a process that follows grammars has ended by signal"):
+        with pytest.raises(GuideLostError, match="a process that follows grammars has ended by signal"):
             guided.result()
         again = other.generate(PROMPTS[0], params[0])
     assert [again["output_ids"], plain.result()["output_ids"]] == [each["output_ids"] for each in expected]

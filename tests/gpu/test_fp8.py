@@ -16,6 +16,7 @@ from tests.gpu.test_kernels import normal
 from tests.model_runner import making
 from tests.weight_update.updating import rank_of
 
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
@@ -25,7 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64, 65, 300])
 @pytest.mark.parametrize(("size", "depth"), [(100, 304), (1536, 576), (6144, 4096), (4096, 12288)])
 def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool, block: int) -> None:
-    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8, fp8_linear
+    from segue.kernels.triton.fp8_gemm import fp8_linear
+    from segue.kernels.triton.fp8_tokens import takes_fp8
 
     x = normal(rows, depth, dtype=torch.bfloat16)
     weight, scales = quantize(normal(size, depth, seed=1).mul_(0.02), block)
@@ -35,29 +37,186 @@ def test_gemm(size: int, depth: int, rows: int, may_split: bool, has_bias: bool,
     if found.dim() == 3:
         found = found.sum(0)
     tokens = x.float()
-    if rows > 64 and not block and can_multiply_in_fp8(size, depth, x.dtype):
-        tokens = dequantize(*quantize(x, num_scales=1))
+    if takes_fp8(rows, weight, block, x.dtype):
+        tokens = dequantize(*quantize(x, block, num_scales=1), block)
     expected = tokens @ dequantize(weight, scales, block).T + (0 if bias is None else bias.float())
     assert (found.float() - expected).norm() < 4e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_in_fp8_is_turned_to_the_dtype_of_activations_exactly(dtype: torch.dtype) -> None:
+    from segue.kernels.triton.fp8_gemm import fp8_linear
+
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda")
+    numbers[(numbers & 0x7F) == 0x7F] = 0  # NaN
+    x, scales = torch.eye(16, 256, dtype=dtype, device="cuda"), torch.ones(256, 1, device="cuda")
+    for shift in range(0, 256, 16):  # each number is in each place of a word
+        weight = torch.stack([numbers.roll(shift + row) for row in range(256)]).view(torch.float8_e4m3fn)
+        found = fp8_linear(x, weight, scales, 0, None, may_split=False)
+        assert torch.equal(found, weight.to(dtype).T[:16])
+
+
+@pytest.mark.parametrize("block", [0, 16, 128])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("split", 1), ("split", 33), ("whole", 16), ("gated", 17), ("gated", 64)]
+)
+def test_every_plan_that_a_start_tries_is_right(kind: Any, rows: int, block: int) -> None:
+    from segue.kernels.fp8_plan import FP8Shape, candidates
+    from segue.kernels.triton.fp8_gemm import run_fp8
+    from segue.kernels.triton.launch import device_facts
+
+    shape = FP8Shape(rows, 4096, 12288, block, kind)
+    x = normal(rows, shape.depth, dtype=torch.bfloat16) * torch.logspace(-3, 3, rows, device="cuda")[:, None]
+    x = x.to(torch.bfloat16)
+    weight, scales = quantize(normal(shape.size, shape.depth, seed=1).mul_(0.02), block)
+    weight, bias = weight.contiguous(), normal(shape.size, dtype=torch.bfloat16, seed=2)
+    expected = x.double() @ dequantize(weight, scales, block).T.double()
+    if kind == "gated":
+        gate, up = expected.chunk(2, -1)
+        expected, bias = torch.nn.functional.silu(gate) * up, None
+    else:
+        expected += bias.double()
+    plans = candidates([shape], device_facts())[shape]
+    assert {plan.fp8_tokens for plan in plans} == ({False} if block == 16 or rows > 32 else {False, True})
+    for plan in plans:
+        found = run_fp8(plan, x, weight, scales, block, bias, gated=kind == "gated").double()
+        found = found.sum(0) if plan.splits > 1 else found
+        assert ((found - expected).norm(dim=1) < 4e-3 * expected.norm(dim=1)).all(), plan
+
+
+def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from segue.kernels import plan_store
+    from segue.kernels.fp8_plan import FP8Plan, FP8Shape
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.triton import fp8_gemm, plan_timing
+    from segue.kernels.triton.launch import device_facts
+
+    monkeypatch.setattr(plan_store, "_found", {})
+    weights = [quantize(normal(6144, 4096, seed=seed)) for seed in range(4)]
+    weights = [(weight.contiguous(), scales) for weight, scales in weights]
+    common = {"weights": weights, "block": 0, "bias": None, "first_rows": 1, "last_rows": 64}
+    kinds = [ModelFP8Gemm(**common, kind=kind) for kind in ("split", "gated")]  # type: ignore[arg-type]
+    cache = plan_store.PlanCache.of(tmp_path, device_facts(), {})
+    found, text = plan_timing.find_plans(kinds, cache)
+    print(text, found)
+    assert text.startswith("10 of 10 timed in ")
+    plan_timing.use_plans(found)
+    for rows, by_kind in found["6144x4096 fp8"].items():
+        for kind, plan in by_kind.items():
+            chosen = fp8_gemm.choose_fp8(FP8Shape(int(rows), 6144, 4096, 0, kind), torch.bfloat16)
+            assert chosen == (FP8Plan(**plan) if plan else None)
+    fp8_gemm.choose_fp8.cache_clear()
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -(2.0**127)], ids=str)
+def test_a_token_that_is_not_finite_gives_no_result_like_others(value: float, block: int) -> None:
+    """Nor does one that is almost too large."""
+    from segue.kernels.fp8_plan import FP8Plan
+    from segue.kernels.triton.fp8_gemm import run_fp8
+    from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens
+    from segue.kernels.triton.gate_up_silu import silu_mul_fp8
+    from segue.kernels.triton.norm import add_rms_norm
+
+    size = 256
+    weight, scales = quantize(normal(size, size, seed=1), block)
+    weight = weight.contiguous()
+    x = normal(70, size, dtype=torch.bfloat16)
+    x[1, 3] = x[2, 200] = value
+    found: dict[Any, torch.Tensor] = {}
+    for fp8_tokens in {False, torch.cuda.get_device_capability() >= (9, 0)}:
+        plan = FP8Plan(16, 64, 128, splits=1, stages=3, warps=4, fp8_tokens=fp8_tokens)
+        found[plan] = run_fp8(plan, x[:8], weight, scales, block, None)
+    if torch.cuda.get_device_capability() >= (9, 0) and value != -(2.0**127):  # a norm makes that 0
+        ones = torch.ones_like(x)
+        tokens = {"quantized": quantize_tokens(x, block)}
+        tokens["norm"] = add_rms_norm(x, None, ones[0], 1e-6, fp8_block=block)[0]
+        tokens["activation"] = silu_mul_fp8(torch.cat([ones, x], 1), block)
+        found |= {name: multiply_in_fp8(each, weight, scales, None) for name, each in tokens.items()}
+    for name, result in found.items():
+        is_like_others = result.abs() < 1e30
+        assert not is_like_others[1:3].any() and is_like_others[0].all() and is_like_others[3:].all(), name
+
+
 def test_large_weights_and_many_rows_are_multiplied_in_fp8() -> None:
-    from segue.kernels.triton.fp8_gemm import can_multiply_in_fp8
+    from segue.kernels.triton.fp8_tokens import can_multiply_in_fp8
 
-    assert can_multiply_in_fp8(6144, 4096, torch.bfloat16) == (torch.cuda.get_device_capability() >= (9, 0))
-    assert not can_multiply_in_fp8(1536, 576, torch.bfloat16)
+    for block in (0, 128):
+        found = can_multiply_in_fp8(6144, 4096, block, torch.bfloat16)
+        assert found == (torch.cuda.get_device_capability() >= (9, 0))
+        assert not can_multiply_in_fp8(1536, 576, block, torch.bfloat16)
+    assert not can_multiply_in_fp8(6144, 4096, 16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 16), (7, 576), (300, 4096), (65, 12288)])
-def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int) -> None:
-    from segue.kernels.triton.fp8_gemm import quantize_tokens
+def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int, block: int) -> None:
+    from segue.kernels.triton.fp8_tokens import quantize_tokens
 
     x = normal(rows, depth, dtype=torch.bfloat16)
     x[0] = 0
-    found, scales = quantize_tokens(x)
-    expected, of_rows = quantize(x.cpu(), num_scales=1)
-    assert torch.equal(scales.cpu(), of_rows)
-    assert torch.equal(found.cpu().float(), expected.float())
+    found = quantize_tokens(x, block)
+    expected, of_rows = quantize(x.cpu(), block, num_scales=1)
+    assert torch.equal(found.scales.cpu(), of_rows)
+    assert torch.equal(found.values.cpu().float(), expected.float())
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that(block: int) -> None:
+    from segue.kernels.triton.fp8_tokens import quantize_tokens
+    from segue.kernels.triton.gate_up_silu import silu_mul, silu_mul_fp8
+    from segue.kernels.triton.norm import add_rms_norm
+
+    def assert_equal(found: Any, expected: torch.Tensor) -> None:
+        tokens = quantize_tokens(expected, block)
+        assert torch.equal(found.scales, tokens.scales)
+        assert torch.equal(found.values.view(torch.uint8), tokens.values.view(torch.uint8))
+
+    for rows, size in ((65, 4096), (300, 12288), (70, 5120)):
+        x, residual, gate_up = (
+            normal(rows, width, dtype=torch.bfloat16, seed=seed)
+            for seed, width in enumerate((size, size, 2 * size))
+        )
+        x[0], residual[0], gate_up[1] = 0, 0, 0
+        weight = normal(size, dtype=torch.bfloat16, seed=3)
+        for branch in (x, torch.stack([x.float(), x.float() * 0.5])):
+            found, total = add_rms_norm(branch, residual, weight, 1e-6, fp8_block=block)
+            expected, of_both = add_rms_norm(branch, residual, weight, 1e-6)
+            assert torch.equal(total, of_both)
+            assert_equal(found, expected)
+        assert_equal(silu_mul_fp8(gate_up, block), silu_mul(gate_up, torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["float32", "blocks"])
+def test_quantizing_early_changes_no_bit(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from segue.kernels.triton import fp8_tokens
+    from segue.layers.blocks import Linear
+
+    monkeypatch.setattr(fp8_tokens, "_MIN_WEIGHTS", 1)
+    fp8_tokens.can_multiply_in_fp8.cache_clear()
+    model = tiny_fp8.model("qwen3", vocab_size=making.VOCAB, head_dim=64, hidden_size=1024)
+    tiny.save(model, tmp_path) if layout == "float32" else tiny_fp8.write(tmp_path, layout, model)
+    asked = []
+
+    def run() -> list[Any]:
+        options = {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "num_kv_tokens": 16384}
+        options["gemm_plans"] = "stored"  # those that a start finds may differ from run to run
+        with segue.Engine(str(tmp_path), **options, embedded=True) as engine:  # type: ignore[arg-type]
+            prompts = [making.prompt(70 + i, seed=i) for i in range(3)]
+            return engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
+
+    def tokens(found: list[Any]) -> list[Any]:
+        return [one["meta_info"]["output_token_logprobs"] for one in found]
+
+    fp8_block = Linear.fp8_block
+    monkeypatch.setattr(Linear, "fp8_block", lambda *args: asked.append(fp8_block(*args)) or asked[-1])
+    early = tokens(run())
+    assert {block for block in asked if block is not None} == {0 if layout == "float32" else 128}
+    monkeypatch.setattr(Linear, "fp8_block", lambda *args: None)
+    assert tokens(run()) == early
+    fp8_tokens.can_multiply_in_fp8.cache_clear()
 
 
 @pytest.mark.parametrize("block", [0, 16, 128])

@@ -133,7 +133,7 @@ def test_a_plan_that_was_found_is_faster_than_cublas(cache) -> None:
 
 def test_a_plan_has_to_be_faster_for_the_fewest_rows_that_it_serves(cache, monkeypatch) -> None:
     """cuBLAS has tiles for 40 rows, and the tile of a plan is padded to 64."""
-    from segue.kernels.triton import plan_timing
+    from segue.kernels.triton import plan_tasks, plan_timing
 
     library = {33: 5.0, 64: 10.0}
     asked = set()
@@ -144,7 +144,7 @@ def test_a_plan_has_to_be_faster_for_the_fewest_rows_that_it_serves(cache, monke
         return 6.0 if plan else library[len(x)]
 
     monkeypatch.setattr(plan_timing, "ChainTimer", lambda: timer)
-    monkeypatch.setattr(plan_timing.GemmTask, "reading", lambda self, plan: 0.0)
+    monkeypatch.setattr(plan_tasks.GemmTask, "reading", lambda self, plan: 0.0)
     own = model_gemm("split", 2560, 4096, rows=64)
     own = dataclasses.replace(own, first_rows=33)
     found, _ = plan_timing.find_plans([own], cache)

@@ -7,10 +7,12 @@ import json
 import mmap
 import os
 import random
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -19,8 +21,9 @@ import pytest
 from segue.guided.follower import NO_VOCABULARY
 from segue.guided.matchers import Allowed, Matchers
 from segue.guided.processes import ProcessMatchers, _Running, count_for
-from segue.messages.guided import GrammarSpec, GuidedVocabulary
+from segue.messages.guided import GrammarSpec, GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
+from tests.conftest import WaitUntil
 
 WORDS = [
     b"ab",
@@ -338,6 +341,23 @@ def test_slots_and_tokens_of_many_steps_reach_the_processes_in_order(monkeypatch
     made.close()
 
 
+def test_guided_requests_may_begin_once_the_processes_are_ready(wait_until: WaitUntil) -> None:
+    assert Matchers(table()).can_begin()
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 2)
+    assert made.can_begin(), "there is nothing to wait for without a vocabulary"
+    made.set_vocabulary(VOCABULARY)
+    assert not made.can_begin()
+    kill(made, 1)
+    assert not made.can_begin() and made._running is None, "it ended before it was ready"
+    wait_until(made.can_begin, what="the processes that are started again are ready")
+    assert made._running is not None and made._running.board.ready[:, 0].tolist() == [1, 1]
+    made._give_up(made._running)
+    made._next_start = float("inf")
+    assert made.can_begin(), "in a pause guided requests may come, and fail"
+    made.close()
+
+
 @pytest.mark.parametrize("what", ["wait", "asleep", "put"])
 def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> None:
     descriptor, masks = shared_table()
@@ -358,6 +378,7 @@ def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> N
     found = allowed(made, 0, 2, 1)
     reason = "a process that follows grammars has ended by signal SIGKILL, perhaps because memory ran out"
     assert found.failures == {0: reason, 2: reason} and (found.masks == -1).all()
+    assert {type(why) for why in found.failures.values()} == {LostGuide}
     assert all(each.returncode is not None for each in killed.processes)
     made._last_step = 99
     put(made, 4, spec("regex", "bb"))  # the other guides are lost for good
@@ -367,6 +388,27 @@ def test_guided_requests_that_run_fail_where_a_process_has_ended(what: str) -> N
         taken = made.take(np.array([0, 1, 4]), lambda: [TOKENS.index(b"b")] * 3)
         assert taken is not None and taken.result() == complete
     made.close()
+
+
+def test_steps_of_requests_that_have_lost_their_places_do_not_wait_for_the_next_processes() -> None:
+    descriptor, masks = shared_table()
+    made = ProcessMatchers(masks, descriptor, 1)
+    made.set_vocabulary(VOCABULARY)
+    put(made, 0, spec("regex", "a+"))
+    assert not allowed(made, 0).failures
+    made.take(np.array([0]), lambda: [TOKENS.index(b"a")])
+    kill(made, 0)
+    assert list(allowed(made, 0).failures) == [0]
+    assert not made.can_begin() and made._running is not None
+    made._running.processes[0].send_signal(signal.SIGSTOP)  # however long it takes to be ready
+    with ThreadPoolExecutor(1) as thread:
+        taken = made.take(np.array([0]), lambda: [TOKENS.index(b"a")])
+        assert taken is not None
+        try:
+            assert list(thread.submit(allowed, made, 0).result(60).failures) == [0]
+            assert thread.submit(taken.result).result(60) == []
+        finally:
+            made.close()
 
 
 def kill(made: ProcessMatchers, index: int) -> _Running:
@@ -428,7 +470,8 @@ def test_where_no_process_can_be_started_only_guided_requests_fail(monkeypatch: 
 
 def test_there_are_processes_where_cores_are_left_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert [count_for("cuda", cores) for cores in (2, 4, 16, 64)] == [0, 1, 4, 4]
-    assert count_for("cpu", 64) == 0
+    assert [count_for("cuda", cores, cores) for cores in (2, 4, 16, 64)] == [0, 1, 4, 4]
+    assert [count_for("cuda", 64, share) for share in (1, 8, 64)] == [1, 2, 4], "eight engines of 64 cores"
+    assert count_for("cpu", 64, 64) == 0
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert count_for("cuda", 64) == 0
+    assert count_for("cuda", 64, 64) == 0

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,3 +61,29 @@ def test_memory_is_freed_with_its_last_view() -> None:
     del view
     gc.collect()
     assert freed() is None
+
+
+def test_memory_that_the_driver_does_not_pin_is_pageable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns once, and the error is not told again by the next launch."""
+    later = ["operation not supported (801)"]
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(later[0])
+
+    def launch(*_: object, device: str) -> None:
+        raise RuntimeError(later.pop())
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 801))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    monkeypatch.setattr(torch, "zeros", launch)
+    raw = backing.page_locked(5000)
+    assert not raw.any() and later == []
+    (record,) = caplog.records
+    assert (
+        "5000 bytes of host memory cannot be pinned for the GPU (operation not supported (801);"
+        in record.message
+    )
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)  # no machine without a GPU has any
+    backing.unlock(raw)  # which it never was

@@ -18,10 +18,12 @@ from segue.distributed.collectives import Collectives
 from segue.distributed.groups import TPGroups
 from segue.distributed.info import TPInfo
 from segue.kernels.gemm_plan import ROWS, DeviceFacts
+from segue.kernels.ops import FP8Gemm
 from segue.kernels.plan_store import PlanCache, Plans, lookup
-from segue.model_runner.gemm_plans import model_gemms, plan_gemms, share
+from segue.layers.blocks import Linear
+from segue.model_runner.gemm_plans import model_fp8_gemms, model_gemms, plan_gemms, share
 from segue.models.config import ModelConfig
-from segue.models.decoder import build_model
+from segue.models.decoder import Decoder, build_model
 from tests.kernels.test_gemm_plan import H200
 
 SMOLLM2 = ModelConfig.from_hf(CONFIG)
@@ -89,13 +91,41 @@ def test_weights_that_are_packed_get_no_plans() -> None:
     assert [gemm.kind for gemm in model_gemms(model)] == ["whole"]
 
 
+def fp8_on_cuda(dtype: torch.dtype) -> Decoder:
+    model = build_model(SMOLLM2, dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, Linear) and not module.float32_output:
+            module.make_fp8(128)
+            module.packed = FP8Gemm(module.weight, module.scale, module.block)
+    return model
+
+
+def test_only_activations_in_bfloat16_have_plans_for_weights_in_fp8() -> None:
+    assert model_fp8_gemms(fp8_on_cuda(torch.float16)) == []
+
+
+def test_weights_in_fp8_get_plans_of_their_own() -> None:
+    model = fp8_on_cuda(torch.bfloat16)
+    found = {(*gemm.weights[0][0].shape, gemm.kind): gemm for gemm in model_fp8_gemms(model)}
+    assert rows_of(found) == {
+        (960, 576, "split"): list(ROWS),
+        (576, 576, "split"): list(ROWS),
+        (3072, 576, "gated"): list(ROWS),
+        (3072, 576, "split"): [],
+        (576, 1536, "split"): list(ROWS),
+    }
+    assert {(len(gemm.weights), gemm.block) for gemm in found.values()} == {(30, 128)}
+    assert found[576, 1536, "split"].weights[0][1].shape == (576, 12)
+    assert [gemm.kind for gemm in model_gemms(model)] == ["whole"]
+
+
 # The control flow of a start, with a search that is not the real one: that needs Triton and a GPU.
 
 PLANS: Plans = {"4096x4096": {"8": {"split": {"tma": True}, "whole": None}}}
 
 
 class Search:
-    """Stands for `kernels.triton.plan_timing`: finds PLANS, unless the cache has them."""
+    """Stands for `kernels.triton.plan_timing` and `plan_tasks`: finds PLANS, unless the cache has them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.late: list[Any] = []  # the tasks that there is no time for
@@ -105,6 +135,7 @@ class Search:
         for name, module in {
             "triton": SimpleNamespace(__version__="3.6"),
             "segue.kernels.triton.launch": launch,
+            "segue.kernels.triton.plan_tasks": self,
             "segue.kernels.triton.plan_timing": self,
         }.items():
             monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from segue.model_runner.mask_table import MaskTable
 def locked(monkeypatch):
     """The tensors that are locked for the GPU, which this machine need not have."""
     found = []
-    monkeypatch.setattr(backing, "lock", found.append)
+    monkeypatch.setattr(backing, "lock", lambda rows, loss: not found.append(rows))
     monkeypatch.setattr(backing, "unlock", lambda rows: found.pop())
     return found
 
@@ -33,6 +33,20 @@ def test_other_processes_write_what_the_device_reads(locked):
     assert not locked
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_masks_that_the_device_cannot_read_are_not_shared(monkeypatch):
+    pinned, before = [], os.listdir("/proc/self/fd")
+    monkeypatch.setattr(backing, "lock", lambda rows, loss: False)
+    monkeypatch.setattr(
+        backing,
+        "pinned",
+        lambda shape, dtype, device: pinned.append(device) or torch.empty(shape, dtype=dtype),
+    )
+    table = MaskTable(3, 70, torch.device("cuda"), shared=True)
+    assert table.descriptor is None and (table.host == -1).all() and len(pinned) == 1
+    table.close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_memory_that_goes_without_a_close_is_unlocked_before(locked):

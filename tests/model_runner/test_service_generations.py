@@ -180,6 +180,22 @@ def test_weights_in_fp8_and_their_scales_become_one_generation(
     assert_same(rank, new[0], "fp8")
 
 
+def test_experts_in_fp8_become_one_generation(directory: Path, tmp_path: Path) -> None:
+    old, _ = checkpoint("qwen3-moe", tmp_path / "old", 0)
+    new, state = checkpoint("qwen3-moe", tmp_path / "new", 1)
+    with (
+        sharing(directory, old, tmp_path.name, quantization="fp8") as rank,
+        sharing(directory, old, tmp_path.name, quantization="fp8") as other,
+    ):
+        begin(rank)
+        rank.do(Take, session=1, payload=save(state), copy=False)
+        commit(rank)
+        other.do(FetchGeneration, generation=generation_of(rank))
+        other.do(AdoptGeneration)
+        for each in (rank, other):
+            assert_same(each, new, "fp8")
+
+
 def test_calls_of_one_session_may_come_in_any_order(
     directory: Path, ranks: NewRank, new: tuple[Path, State]
 ) -> None:

@@ -19,5 +19,6 @@ def test_the_backends_are_chosen_for_the_shard_and_the_device(tmp_path: Path) ->
     chosen = choose_start(config, resolve(config.model, "auto", tmp_path), TPInfo(1, 2))
     assert (chosen.setting.shape.num_heads, chosen.setting.shape.num_kv_heads) == (4, 2)
     assert (chosen.setting.device, chosen.setting.page_size) == (torch.device("cpu"), 4)
+    assert chosen.setting.max_requests == chosen.resolved.max_running_requests > 1
     assert chosen.selection.name == "cpu-invariant"
     assert chosen.selection.why.endswith("runs on cpu, and is deterministic")

@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import segue
+from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
@@ -41,7 +43,8 @@ OF_STEPS = {
     *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
-    *("fp8_gemm._fp8_gemm", "fp8_gemm._quantize_tokens"),
+    *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
+    "gate_up_silu._silu_mul_fp8",
 }
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {
@@ -111,7 +114,7 @@ def test_of_captured_sizes_the_first_of_each_interval_is_run() -> None:
 def test_the_work_fits_an_engine(changes: dict[str, int]) -> None:
     sizes = limits(**changes)
     rows, chunk = sizes.max_running_requests, sizes.chunked_prefill_size
-    found = [*all_steps({3, 8, 40}, sizes, max_scored=30)]
+    found = [*all_steps({3, 8, 40}, sizes)]
     for step in found:
         plan = step.plan(1)
         assert 0 < len(plan.slots) <= rows and max(plan.slots) < rows
@@ -180,6 +183,7 @@ FP8 = {
     "hidden_size": 4096,
     "quantization_config": {"quant_method": "fp8"},
 }  # large enough for products in FP8
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {},
     "few rows": {"rows": 8, "chunk": 4, "max_seq_len": 64},
@@ -188,7 +192,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd heads": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "head_dim": 64},
     "experts": fake.EXPERTS,
     "FP8": FP8,
-    "FP8, blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "FP8, blocks": {**FP8, **FP8_BLOCKS, "rows": 600, "chunk": 2048},
+    "FP8, small": {**FP8_BLOCKS, "rows": 1024, "chunk": 16384},
+    "experts in FP8": {**fake.EXPERTS, **FP8_BLOCKS, "rows": 16, "chunk": 300, "max_seq_len": 600},
     "deterministic": {"deterministic": True},
     "KV in FP8": {"fp8_kv": True},
     "deterministic, KV in FP8": {"deterministic": True, "fp8_kv": True},
@@ -221,11 +227,42 @@ def test_no_step_needs_a_variant_that_the_warm_up_lacks(
     assert not missing(replayed, warmed) and len(replayed) < len(eager)
 
 
+def test_the_warm_up_knows_the_plans_that_the_start_found(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights in FP8: each number of rows has another number of splits, and other readers of them."""
+    from segue.kernels import plan_store
+    from segue.kernels.fp8_plan import FP8Plan, FP8Shape
+    from segue.kernels.triton import fp8_gemm
+
+    model = FakeModel(**FP8_BLOCKS, rows=40, chunk=300)
+    found: plan_store.Plans = {}
+    for splits, rows in enumerate((1, 5, 10, 14, 47), 2):  # nothing else changes there
+        plans = {
+            kind: asdict(FP8Plan(64, 64, 128, count, 3, 4))
+            for kind, count in (("split", splits), *[("gated", 1)] * (splits % 2))
+        }
+        for module in model.model.modules():
+            if isinstance(module, Linear) and module.scale is not None:
+                key = FP8Shape(1, *module.weight.shape, module.block, "split").key
+                found.setdefault(key, {})[str(rows)] = plans
+    monkeypatch.setattr(plan_store, "_found", found)
+    fp8_gemm.choose_fp8.cache_clear()
+    warmed = warmed_by(model, monkeypatch)
+    with recorded() as needed:
+        for plan in requests(random.Random(1), model, 40):
+            model.executor.run(plan).result()
+    fp8_gemm.choose_fp8.cache_clear()
+    assert not missing(needed, warmed)
+    assert sum(kernel == "norm._add_rms_norm" for kernel, _ in needed) > 5
+
+
 def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for options in (
         {"rows": 64},
         {**FP8, "rows": 16},
+        {**FP8, **FP8_BLOCKS, "rows": 16},
         {**fake.EXPERTS, "rows": 16},
         {"ranks": 2, "one_shot": True, "rows": 16},
         {"flashinfer": True, "rows": 16},
@@ -405,18 +442,40 @@ def test_the_search_knows_which_kernels_there_was_no_time_to_compile(
 
     from segue.kernels.triton import plan_timing, step_inputs
 
-    def run(plan: str, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def run(plan: str | None, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         numbers, pool = inputs
         step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
 
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
-    task: Any = SimpleNamespace(plans=["plan"], compared=(), inputs=lambda: (numbers, pool), run=run)
+    task: Any = SimpleNamespace(plans=["plan"], inputs=lambda: (numbers, pool), run=run)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for deadline, is_late in ((0.0, True), (math.inf, False)):
         step_inputs._gather_inputs.device_caches.clear()
         [[[kernel]]] = plan_timing._compile([task], deadline)
         assert (plan_timing._is_late(kernel), plan_timing._is_compiled(kernel)) == (is_late, not is_late)
     step_inputs._gather_inputs.device_caches.clear()
+
+
+@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
+def test_the_search_compiles_what_plans_are_compared_with(fake_cuda: None, kind: Any) -> None:
+    """And counts the reading of its partials once: the run of a gated GEMM has their reader."""
+    from segue.kernels.fp8 import FP8
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.triton.launch import device_facts
+    from segue.kernels.triton.plan_tasks import plan_tasks
+    from segue.kernels.triton.plan_timing import _compile
+
+    weights = [(torch.empty(2048, 1024, dtype=FP8), torch.empty(2048, 1))]
+    own = ModelFP8Gemm(weights=weights, block=0, bias=None, kind=kind, first_rows=1, last_rows=64)
+    tasks = plan_tasks([own], {}, device_facts())
+    assert len(tasks) == 5
+    with recorded() as compiled:
+        _compile(tasks, math.inf)
+    for task in tasks:
+        with recorded() as timed:
+            result = task.run(None, task.inputs())
+        assert timed and not missing(timed, compiled)
+        assert (task.reading(None) > 0) == (result.dim() == 3) == (kind == "split")
 
 
 def test_a_kernel_is_queued_by_any_version_of_triton() -> None:

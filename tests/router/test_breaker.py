@@ -38,6 +38,7 @@ def opened(now: float = 0.0) -> Breaker:
         ("answered", 503, "engine_hung", "failure"),
         ("answered", 503, "overloaded", "neither"),
         ("answered", 503, "paused", "neither"),
+        ("answered", 503, "guide_lost", "neither"),
         ("answered", 501, "route_not_served", "neither"),
         ("answered", 400, None, "neither"),
         ("answered", 429, "overloaded", "neither"),

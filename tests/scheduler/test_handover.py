@@ -9,6 +9,7 @@ from segue.disagg.lease import WEIGHTS_S, Lease
 from segue.disagg.offer import UNCLAIMED_S
 from segue.errors import HandoverError, WrongRoleError
 from segue.messages.control import Continue, Pause, PauseMode
+from segue.messages.guided import GrammarSpec
 from segue.messages.kv import Claim, First, Gone, Grant, KVIdentity, PushEnded, ReservePages, Revoke, Sent
 from segue.messages.requests import (
     AddRequest,
@@ -243,6 +244,17 @@ def test_a_request_whose_kv_has_landed_goes_on_behind_its_first_token(decode: De
     assert decode.finished[rid].num_tokens == PARAMS.max_new_tokens
     assert decode.finished[rid].cached_tokens == 2, "what the prefill worker found in its cache"
     assert decode.finished[rid].times == PhaseTimes(added=1.0, prefilled=2.0, taken_over=3.0)
+
+
+def test_a_guided_request_is_adopted_once_grammars_can_be_followed(decode: DecodeWorker) -> None:
+    decode.scheduler.can_guide = False
+    params = structs.replace(PARAMS, grammar=GrammarSpec("regex", "a"))
+    assert decode.start("r1", PROMPT, params, Handoff(id=1, part="decode", peer="p:1", whole=False))
+    decode.land()
+    assert decode.launch() is None and decode.scheduler.wake_at is not None
+    decode.scheduler.can_guide = True
+    decode.run()
+    assert decode.finished["r1"].reason == "length" and decode.handover.counters().num_adopted == 1
 
 
 def test_nothing_is_adopted_before_its_kv_has_landed(decode: DecodeWorker) -> None:

@@ -9,9 +9,12 @@ import pytest
 from msgspec import structs
 
 from segue.config import EngineConfig
+from segue.errors import GuidedOutputError, GuideLostError, SegueError
 from segue.laps.cost import NO_WORK, Coefficients, StepTime, seconds_of
 from segue.laps.pick import PrefillChoice, PrefillPolicy, PrefillView
 from segue.messages.control import LapsLimits
+from segue.messages.guided import GrammarSpec, LostGuide
+from segue.messages.leg import RETRYABLE
 from segue.messages.requests import (
     Abort,
     AddRequest,
@@ -27,7 +30,7 @@ from segue.scheduler.internal_state import internal_state
 from segue.scheduler.invariants import find_problems
 from segue.scheduler.prefill import FirstCome
 from segue.scheduler.request import Request, RequestPhase
-from segue.scheduler.scheduler import _GIVES_BACK, Scheduler
+from segue.scheduler.scheduler import _GIVES_BACK, GUIDES_LOOK_S, Scheduler
 from tests.scheduler.simulation import HoldBack, Simulation, expected_output, next_token
 
 
@@ -486,6 +489,26 @@ def test_non_finite_prompt_logprobs_end_their_request(chunk: int) -> None:
     sim.run()
 
 
+@pytest.mark.parametrize(
+    ("why", "error", "remedy"),
+    [
+        ("too many", GuidedOutputError, "Give a"),
+        (LostGuide("it ended"), GuideLostError, "Send the request again"),
+    ],
+)
+def test_a_lost_guide_is_not_the_requests_fault(why: str, error: type[SegueError], remedy: str) -> None:
+    sim = Simulation()
+    sim.add("r", [1, 2, 3], grammar=GrammarSpec("regex", "a"))
+    sim.launch()
+    sim.results[0] = msgspec.structs.replace(sim.results[0], failures={0: why})
+    (finished,) = sim.apply().finished
+    assert finished.error == error.__name__ and f"{why}. {remedy}" in (finished.message or "")
+    assert (error.status, error.code in RETRYABLE) == (
+        (503, True) if isinstance(why, LostGuide) else (400, False)
+    )
+    sim.run()
+
+
 def test_a_prompt_logprob_of_minus_infinity_does_not_end_the_request() -> None:
     sim = Simulation()
     sim.add("r", [1] * 3, prompt_logprobs_start=0)
@@ -536,6 +559,19 @@ def test_a_pause_ends_the_wait_of_a_policy() -> None:
     assert sim.scheduler.wake_at == 5
     sim.scheduler.control.hold("user")
     assert (sim.step(), sim.scheduler.wake_at) == (False, None)
+
+
+def test_guided_requests_alone_wait_until_grammars_can_be_followed() -> None:
+    sim, grammar = Simulation(), GrammarSpec("regex", "a")
+    sim.scheduler.can_guide = False
+    sim.add("guided", [1, 2, 3], grammar=grammar, priority=1)
+    assert (sim.launch(), sim.scheduler.wake_at) == (None, GUIDES_LOOK_S), "an idle loop asks again"
+    sim.add("plain", [4, 5, 6], max_new_tokens=2)
+    assert sim.step() and sim.step()
+    assert set(sim.finished) == {"plain"} and not sim.scheduler.running
+    sim.scheduler.can_guide = True
+    sim.run()
+    assert sim.finished["guided"].reason == "length" and sim.scheduler.wake_at is None
 
 
 def test_a_policy_can_give_a_step_fewer_tokens() -> None:

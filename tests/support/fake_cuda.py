@@ -88,7 +88,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton")
     from triton.runtime import driver
 
-    from segue.kernels.triton import gemm, launch
+    from segue.kernels.triton import gemm, launch, moe
 
     h200 = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30
@@ -123,7 +123,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "_scaled_mm",
         lambda x, weight, out_dtype, **_: x.new_zeros(len(x), weight.shape[1], dtype=out_dtype),
     )
-    caches = (launch.is_hopper, launch.num_sms, launch.device_facts, gemm.choose)
+    caches = (launch.is_hopper, launch.num_sms, launch.device_facts, gemm.choose, moe.choose)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(driver, "_active", _Driver())
@@ -216,7 +216,7 @@ class FakeModel:
         for module in self.model.modules():
             if isinstance(module, Attention):
                 module.build_derived()
-            elif isinstance(module, Linear) and (deterministic or found.fp8 is not None):
+            elif isinstance(module, Linear) and (deterministic or module.scale is not None):
                 module.build_derived(deterministic=deterministic)
         angles = torch.zeros(max_seq_len, found.head_dim // 2)
         self.model.rotary._table = angles, angles.clone()

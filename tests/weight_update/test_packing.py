@@ -85,6 +85,21 @@ def test_without_memory_for_second_copies_the_commit_packs(
     assert_same(rank, new)
 
 
+def test_copies_of_weights_in_fp8_take_the_memory_of_their_values(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (old, _), (new, _) = (checkpoint("llama-tied", tmp_path / name, seed) for seed, name in enumerate("ab"))
+    with rank_of(old, quantization="fp8") as rank:
+        views = [rank.served.arena.view(name) for name in rank.served.arena.layout.table]
+        in_fp8, values = sum(view.nbytes for view in views), 2 * sum(view.numel() for view in views)
+        monkeypatch.setattr(packing, "free_cpu_memory", lambda: (in_fp8 + values) // 2)
+        with caplog.at_level("INFO"):
+            rank.do(Load, session=1, model_path=str(new), load_format="auto")
+        assert in_fp8 < values and "packed in the pause of their commit" in caplog.text
+        rank.do(Commit, session=1)
+        assert_same(rank, new, "fp8")
+
+
 def test_an_error_before_the_commit_leaves_the_rest_to_it(
     rank: Rank, tmp_path: Path, monkeypatch: Patch
 ) -> None:

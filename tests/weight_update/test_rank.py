@@ -15,7 +15,7 @@ from segue.layers.blocks import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.messages.weight_operations import Group
 from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take
-from segue.models.decoder import Decoder
+from segue.models.decoder import Decoder, MoE
 from segue.weight_update import staging, staging_memory
 from segue.weight_update.checksum import checksum
 from segue.weight_update.rank_session import RankSession, Replies
@@ -42,7 +42,9 @@ def checkpoint(kind: str, directory: Path, seed: int) -> tuple[Path, State]:
 def derived(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yields what is derived from the weights, as the steps use it."""
     for name, module in model.named_modules():
-        if (gemm := getattr(module, "packed", None)) is not None:
+        if isinstance(module, MoE):
+            yield from module.packed.items()
+        elif (gemm := getattr(module, "packed", None)) is not None:
             x = torch.randn(3, module.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
                 torch.bfloat16
             )

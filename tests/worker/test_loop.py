@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from msgspec import structs
 
 from segue.heartbeat import Turn
 from segue.laps.pick import PrefillPolicy
@@ -29,6 +30,7 @@ from segue.messages.control import (
     Shutdown,
     State,
 )
+from segue.messages.guided import GrammarSpec, GuidedVocabulary
 from segue.messages.kv import BanWriters, Claim, First, Grant, KVCommand, KVMessage, ReservePages
 from segue.messages.kv_link import LinkClosed, LinkEvent, LinkMessage, LinkOpened
 from segue.messages.requests import Abort, AddRequest, Handoff, Rejected, SamplingParams, pack_ids
@@ -76,13 +78,22 @@ class FakeRunner:
         self.device = FakeDevice(scheduler.limits)
         self.scheduler = scheduler
         self.deepest = 0
+        self.can_follow = True  # whether guided requests can begin
+
+    def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
+        pass
+
+    def can_guide(self) -> bool:
+        return self.can_follow
+
+    def forget(self, slots: Sequence[int]) -> None:
+        pass
 
     def forward_batch(self, plan: StepPlan) -> Done:
         self.deepest = max(self.deepest, len(self.scheduler.in_flight))
-        result = self.device.launch(plan, "0")
-        if len(self.device.unapplied) > 1:
+        while len(self.device.unapplied) >= len(self.scheduler.in_flight):  # this step is among the latter
             self.device.unapplied.popleft()
-        return Done(result)
+        return Done(self.device.launch(plan, "0"))
 
 
 class Client:
@@ -185,6 +196,18 @@ PARAMS = SamplingParams(max_new_tokens=9)
 def test_a_request_gets_its_tokens(client: Client) -> None:
     client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
     assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+
+
+def test_while_grammars_cannot_be_followed_yet_other_requests_go_on(client: Client) -> None:
+    client.runner.can_follow = False
+    client.send(GuidedVocabulary(tokens=[], special_ids=[], eos_ids=[]))
+    guided = structs.replace(PARAMS, grammar=GrammarSpec("regex", "a"))
+    client.send(AddRequest(rid="guided", prompt=pack_ids([1, 2]), params=guided))
+    client.send(AddRequest(rid="plain", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("plain") == expected_output([1, 2, 3], PARAMS, 100)
+    assert not client.loop.scheduler.requests["guided"].admitted_at
+    client.runner.can_follow = True
+    assert client.collect("guided") == expected_output([1, 2], PARAMS, 100)
 
 
 def test_a_message_that_breaks_a_rule_is_dropped_and_the_engine_goes_on(client: Client) -> None:

@@ -205,6 +205,9 @@ class PagedBackend(AttentionBackend):
     step's inputs, so that a replay has nothing to update.
     """
 
+    # Whether it serves each half; if not, another backend does, and nothing has to be prepared for it.
+    serves_decode = serves_prefill = True
+
     @abstractmethod
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the decode rows, the leading sequences of one query each, as `forward` does for all.

@@ -47,8 +47,10 @@ class FA3Attention(PagedBackend):
             num_decode: int | Tensor = ctx.num_decode
             if ctx.num_decode and ctx.num_decode_device is not None:
                 num_decode = ctx.num_decode_device
-            self._starts = torch.clamp(ctx.cu_seqlens_q_device, min=num_decode)
-            self._decode_starts = torch.clamp(ctx.cu_seqlens_q_device, max=num_decode)
+            if self.serves_prefill:
+                self._starts = torch.clamp(ctx.cu_seqlens_q_device, min=num_decode)
+            if self.serves_decode:
+                self._decode_starts = torch.clamp(ctx.cu_seqlens_q_device, max=num_decode)
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`.

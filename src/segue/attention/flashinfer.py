@@ -40,7 +40,8 @@ Buffer = TypeVar("Buffer", Tensor, NDArray[np.int32])
 _VERSION = "0.6.15"  # whose functions have the arguments that `_Half` gives them, .post1 included
 _WORKSPACE = 128 << 20  # bytes for the partial results of split keys, as FlashInfer recommends
 _PLAN = 1 << 20  # bytes of a plan; FlashInfer says so if a step needs more
-_LENGTHS = 1 << 16  # int32 numbers, enough for the lengths of 10,000 sequences
+MOST_REQUESTS = 10_000  # of a step
+_LENGTHS = 1 << 16  # int32 numbers, enough for the lengths of so many sequences
 _RING = 4  # plans on the host: one per step in flight, and one to spare
 _PROGRAMS_PER_SM = 2  # FlashInfer splits keys up to so many
 _NO_POSITIONS, _FULL, _CAUSAL, _NHD = 0, 0, 1, 0  # FlashInfer's codes
@@ -317,9 +318,9 @@ class FlashInferAttention(PagedBackend):
         staged.wait()
         host = _Lengths.of(staged.lengths.numpy(), shape)
         _fill(host, lengths, self._page_size)
-        if shape.max_decode:
+        if shape.max_decode and self.serves_decode:
             self._decode.plan(staged.plans[0], host.decode_starts, host.decode_pages, shape.max_decode)
-        if shape.has_prefill:
+        if shape.has_prefill and self.serves_prefill:
             self._prefill.plan(staged.plans[1], host.prefill_starts, host.prefill_pages, shape.tokens)
         used = slice(_Lengths.end(shape))
         self._buffer[used].copy_(staged.lengths[used], non_blocking=True)

@@ -45,6 +45,7 @@ class Capabilities:
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group_size: int | None = None  # query heads per key-value head
+    max_requests: int | None = None  # of a step
     architectures: tuple[tuple[int, int], ...] | None = None  # CUDA compute capabilities
     package: tuple[str, Extra] | None = None  # required module, and the extra that installs it
     graphs: bool = False  # whether its steps can be captured in CUDA graphs
@@ -77,6 +78,10 @@ class PairedAttention(PagedBackend):
         ascending; the last backend also serves all larger steps.
         """
         self._sizes, self._decode = prefill, decode
+        halves = [half for _, half in prefill]
+        decode.serves_prefill = decode in halves
+        for half in halves:
+            half.serves_decode = half is decode
         self.num_bytes = sum(half.num_bytes for half in {decode, *(half for _, half in prefill)})
 
     def _prefill(self, tokens: int) -> PagedBackend:
@@ -168,6 +173,7 @@ class Setting:
     page_size: int
     deterministic: bool = False
     fp8_kv: bool = False  # whether the KV cache is in FP8
+    max_requests: int = 1  # that may run at a time
 
 
 def names() -> list[str]:
@@ -300,6 +306,11 @@ def unsupported_reasons(capabilities: Capabilities, setting: Setting) -> list[st
         reasons.append(
             f"{group} query heads per key-value head, but it takes at most {capabilities.max_group_size}"
         )
+    if capabilities.max_requests is not None and setting.max_requests > capabilities.max_requests:
+        reasons.append(
+            f"{setting.max_requests} requests may run, but it takes at most {capabilities.max_requests}; "
+            "lower --max-running-requests"
+        )
     if device.type in capabilities.devices and device.type == "cuda" and capabilities.architectures:
         require("compute capability", torch.cuda.get_device_capability(device), capabilities.architectures)
     if not reasons and capabilities.package is not None:  # checked last, because the import takes time
@@ -340,6 +351,7 @@ _FLASHINFER = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     head_dims=(64, 128, 256),
+    max_requests=flashinfer.MOST_REQUESTS,
     architectures=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)),
     package=("flashinfer", FLASHINFER),
     graphs=True,

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape, Context, PagedBackend, query_blocks
+from segue.attention.tiles import choose_tiles
 from segue.kernels.triton.attention import attend, decode, plan_decode
 from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kvcache.pool import KVPool
@@ -63,17 +64,15 @@ class TritonAttention(PagedBackend):
         self._partial = pool.data.new_empty(self._max_programs * self._group * dim, dtype=torch.float32)
         self._maxima = pool.data.new_empty(self._max_programs * self._group * 2, dtype=torch.float32)
         self._max_spans = 0  # of a sequence; only batch-invariant attention has any
-        self._is_float32 = pool.dtype == torch.float32
-        self._keys_per_block = 32 if self._is_float32 else 64
-        # As many bytes in flight as in bfloat16.
-        self._decode_block = self._keys_per_block * (2 if pool.is_fp8 else 1)
-        self._decode_stages = 2 if self._is_float32 else 3
+        self._tiles = tiles = choose_tiles(shape, pool.dtype, device, fp8=pool.is_fp8)
+        is_float32 = pool.dtype == torch.float32
+        self._decode_stages = 2 if is_float32 else 3
         self._decode_words = pool.is_fp8 and dim % 4 == 0 and dim >= 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
-        fits_tma = pool.page_size % self._keys_per_block == 0 and dim >= 16 and dim & (dim - 1) == 0
+        fits_tma = pool.page_size % tiles.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
         # TMA counts token rows in 32 bits.
-        tma = device.has_tma and fits_tma and not self._is_float32 and len(rows) < 2**31
-        self._rows = TensorDescriptor.from_tensor(rows, [self._keys_per_block, dim]) if tma else None
+        tma = device.has_tma and fits_tma and not is_float32 and len(rows) < 2**31
+        self._rows = TensorDescriptor.from_tensor(rows, [tiles.keys, dim]) if tma else None
         # The arguments that are the same in every launch of both kernels.
         self._constants: dict[str, object] = {
             "counters": pool.data.new_zeros(self._max_programs, dtype=torch.int32),
@@ -83,7 +82,7 @@ class TritonAttention(PagedBackend):
             "D": dim,
             "DP": max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
             "PAGE": pool.page_size,
-            "PRECISION": "ieee" if self._is_float32 else "tf32",
+            "PRECISION": "ieee" if is_float32 else "tf32",
         }
         self._blocks: Tensor | None = None
         self._plan: _Plan | None = None
@@ -99,9 +98,12 @@ class TritonAttention(PagedBackend):
         programs, or else the largest size.
         """
         rows = tokens * self._shape.num_heads
-        return next(
-            (size for size in (32, 64) if rows < 2 * self._max_programs * size and size > self._group),
-            64 if self._is_float32 else 128,
+        return min(
+            self._tiles.rows,
+            next(
+                (size for size in (32, 64) if rows < 2 * self._max_programs * size and size > self._group),
+                128,
+            ),
         )
 
     def row_steps(self, max_rows: int) -> set[int]:
@@ -118,7 +120,8 @@ class TritonAttention(PagedBackend):
         if ctx.blocks is None and ctx.has_prefill:
             table = query_blocks(ctx.q_lens, ctx.num_decode, self.queries_per_block(len(ctx.positions)))
             self._blocks = torch.from_numpy(table).to(ctx.positions.device)
-        self._plan = self._planned(ctx) if self._span is None and ctx.num_decode else None
+        plans = self._span is None and self.serves_decode and ctx.num_decode
+        self._plan = self._planned(ctx) if plans else None
 
     def _planned(self, ctx: Context) -> _Plan | None:
         """Returns how the keys of many decode rows are divided; None: there are few, all divided alike."""
@@ -166,7 +169,7 @@ class TritonAttention(PagedBackend):
             output=output,
             num_decode=num_decode,
             items=items,
-            BLOCK=self._decode_block,
+            BLOCK=self._tiles.decode_keys,
             SPLITS=splits,
             STAGES=self._decode_stages,
             WORDS=self._decode_words,
@@ -202,7 +205,7 @@ class TritonAttention(PagedBackend):
             num_decode=ctx.num_decode_device if blocks is None else None,
             max_spans=self._max_spans,
             BM=self._rows_per_block(len(query)),
-            BN=self._keys_per_block,
+            BN=self._tiles.keys,
             SPAN=self._span,
             STAGES=_STAGES,
             SPLITS=splits,
@@ -248,7 +251,7 @@ class TritonInvariantAttention(TritonAttention):
     _span = _SPAN
 
     def _rows_per_block(self, tokens: int) -> int:
-        return 64  # the same in every step, so that a query's bits do not depend on the step's size
+        return min(64, self._tiles.rows)  # in every step: a query's bits do not depend on the step's size
 
     def prepare(self, ctx: Context) -> None:
         """Lay out the blocks, and make buffers for as many spans as a sequence can have."""

@@ -228,13 +228,16 @@ class StepBench:
         """Return the least ms: the weights and KV read once, or two operations per weight and token.
 
         A step has `tokens` tokens and reads the KV of `kv_tokens`. The head computes only `logits` rows. Only
-        the experts that the tokens can choose are read, and only those that a token chooses compute.
+        the experts that the tokens can choose are read, and only those that a token chooses compute. A CPU
+        reads copies of weights in FP8.
         """
         bandwidth, flops = self._speed
         model, item = self._model, self.runner.dtype.itemsize
         head = model.vocab_size * model.hidden_size
         # Weights in the layers: those that a step reads, and those that one token multiplies.
-        read = work = self.runner.weight_bytes // item - head * (1 if model.tie_embeddings else 2)
+        stored = item if model.fp8 is None else 1  # bytes of such a weight
+        of_head = head * (1 if model.tie_embeddings else 2) * item
+        read = work = (self.runner.weight_bytes - of_head) // stored
         if model.moe is not None:
             layers = sum(model.is_sparse(index) for index in range(model.num_layers))
             expert = 3 * model.moe.expert_intermediate_size * model.hidden_size * layers
@@ -242,7 +245,10 @@ class StepBench:
             read -= expert * (experts - min(experts, chosen * tokens))
             work -= expert * (experts - chosen)
         kv = kv_tokens * model.num_layers * 2 * model.num_kv_heads * model.head_dim
-        seconds = max((read + head + kv) * item / bandwidth, 2 * (work * tokens + head * logits) / flops)
+        of_layers = read * (item if self.runner.device.type == "cpu" else stored)
+        seconds = max(
+            (of_layers + (head + kv) * item) / bandwidth, 2 * (work * tokens + head * logits) / flops
+        )
         return seconds * 1e3
 
 

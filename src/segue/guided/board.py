@@ -36,9 +36,10 @@ class Board:
         # rows: slots, numbers of the guides, and tokens.
         self.sent, self.posted, self.counts = made["sent"], made["posted"], made["counts"]
         self.slots, self.guides, self.tokens = made["slots"], made["guides"], made["tokens"]
-        # By each process: messages heard; steps consumed, and done with their masks; whether it sleeps; when
-        # the last step was seen and consumed, and when its masks were done.
-        self.heard, self.consumed, self.done = made["heard"], made["consumed"], made["done"]
+        # By each process: whether its vocabulary is prepared; messages heard; steps consumed, and done with
+        # their masks; whether it sleeps; when the last step was seen and consumed, and its masks were done.
+        self.ready, self.heard = made["ready"], made["heard"]
+        self.consumed, self.done = made["consumed"], made["done"]
         self.asleep, self.stamps = made["asleep"], made["stamps"]
         self.complete = made["complete"]  # per step and row, whether its grammar is complete
         # By slot: the guide that has failed last, and why.
@@ -71,7 +72,9 @@ def _layout(processes: int, slots: int) -> tuple[dict[str, tuple[tuple[int, ...]
     """Return each view's shape, type and offset, and the bytes of all."""
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "posted": ((_LINE,), np.int64),
-        **{name: ((processes, _LINE), np.int64) for name in ("sent", "heard", "consumed", "done", "asleep")},
+        **dict.fromkeys(
+            ("sent", "ready", "heard", "consumed", "done", "asleep"), ((processes, _LINE), np.int64)
+        ),
         "stamps": ((processes, _LINE), np.float64),
         "counts": ((RING,), np.int64),
         **{name: ((RING, slots), np.int64) for name in ("slots", "guides", "tokens")},

@@ -70,6 +70,13 @@ class Matchers:
         self._follower = Follower(self._masks, LLExecutor(1))
         self._submit(lambda: self._follower.prepare(vocabulary))
 
+    def can_begin(self) -> bool:
+        """Whether a guided request that begins now keeps no step waiting while something starts.
+
+        True as well where nothing can be started: such a request fails at once.
+        """
+        return True  # the thread holds the GIL while it prepares the vocabulary
+
     def put(self, slot: int, params: SamplingParams, outputs: Sequence[int]) -> None:
         """Let a new request have a slot; ``outputs`` are the output tokens that it has already."""
         if params.grammar is None:

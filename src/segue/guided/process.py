@@ -118,6 +118,7 @@ def main(arguments: list[str]) -> None:
     serving = Serving(connection, board, masks, index, count)
     with mmap.mmap(tokens, 0, prot=mmap.PROT_READ) as encoded:
         serving.follower.prepare(msgspec.msgpack.decode(encoded, type=GuidedVocabulary))
+    board.ready[index] = 1
     serving.run()
 
 

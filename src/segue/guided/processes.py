@@ -5,8 +5,9 @@ wake up. So each process has its own GIL and a part of the slots, and polls the 
 sleeps only when none have come for a while. The worker posts the tokens of a step when it reads them, or when
 it needs the masks of the next step.
 
-Where a process ends, the guided requests that run fail, as their places in their grammars are lost. The next
-one starts all processes anew.
+Where a process ends, the guided requests that run fail, as their places in their grammars are lost, and all
+processes are started anew. Until they are ready, which takes about a second, the scheduler admits no guided
+request (`can_begin`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from segue.guided.board import RING, Board
 from segue.guided.follower import NO_VOCABULARY, Mask
 from segue.guided.matchers import Matchers
 from segue.logs import logger
-from segue.messages.guided import GuidedVocabulary
+from segue.messages.guided import GuidedVocabulary, LostGuide
 from segue.messages.requests import SamplingParams
 
-MOST, _CORES_EACH = 4, 4  # processes; the cores that the machine must have for each
+MOST, _CORES_EACH = 4, 4  # processes; the cores that an engine must have for each
 _SPIN_S = 2e-3  # a wait that takes longer sleeps, and then wakes up late
 _PAUSE_S = 50e-6  # between two looks from then on
 _CHECK_S = 0.5  # between two looks whether the processes still run
@@ -45,11 +46,17 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # else numpy starts one per core, w
 _NO_GUIDE, _LOST = 0, -1  # numbers of guides: the slot has none; it has one that no process knows
 
 
-def count_for(device_type: str, cores: int) -> int:
-    """Return how many processes are of use beside a device; 0: a thread does the work."""
-    # On a CPU the steps have the cores. About the machine see `board`.
-    has_use = device_type != "cpu" and platform.machine() == "x86_64"
-    return min(MOST, cores // _CORES_EACH) if has_use else 0
+def count_for(device_type: str, cores: int, share: int) -> int:
+    """Return how many processes are of use beside a device; 0: a thread does the work.
+
+    Args:
+        device_type: on a CPU the steps have the cores.
+        cores: those that the engine may use.
+        share: those of them that it is to use, because other engines may use the same ones.
+    """
+    if device_type == "cpu" or platform.machine() != "x86_64" or cores < _CORES_EACH:  # see `board`
+        return 0
+    return max(1, min(MOST, cores // _CORES_EACH, share // _CORES_EACH))
 
 
 class _EndedError(Exception):
@@ -60,6 +67,7 @@ class _Running:
     """The processes of one start, and the board by which they are told of steps."""
 
     board: Board
+    is_ready = False  # whether all of them have prepared the vocabulary, as far as that was asked
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -181,10 +189,22 @@ class ProcessMatchers(Matchers):
         self._start()
         self._last_guide += 1
         begin = (slot, self._last_guide, spec.kind, spec.text, params.late_eos, list(outputs))
-        if (message := self._send(slot % self._count, begin)) is None:
-            self._numbers[slot] = _LOST
-            return
-        self._numbers[slot], self._steps[slot], self._messages[slot] = self._last_guide, 0, message
+        with self._lock:  # or another thread might give all guides up in between, and not this one
+            message = self._send(slot % self._count, begin)
+            self._numbers[slot] = _LOST if message is None else self._last_guide
+            self._steps[slot], self._messages[slot] = 0, message or 0
+
+    def can_begin(self) -> bool:
+        """See `Matchers.can_begin`; starts the processes if none run and they may."""
+        if self._running is None:
+            self._start()
+        if (running := self._running) is None or running.is_ready:
+            return True
+        if running.exit_codes():
+            self._give_up(running)
+            return False
+        running.is_ready = bool(running.board.ready[:, 0].all())
+        return running.is_ready
 
     def forget(self, slots: Sequence[int]) -> None:
         """See `Matchers.forget`."""
@@ -201,7 +221,10 @@ class ProcessMatchers(Matchers):
         began = time.perf_counter()
         guided, failures = slots[rows], dict[int, str]()
         step = int(self._steps[guided].max())
-        if (running := self._running) is not None:
+        lives = self._numbers[guided] > 0
+        if (
+            running := self._running
+        ) is not None and lives.any():  # later processes have no part in lost ones
             with suppress(_EndedError):
                 board = running.board
                 self._post(step)
@@ -214,7 +237,7 @@ class ProcessMatchers(Matchers):
         if len(lost):
             self._post(step)  # so that no step still reads their masks, which may be half written
             self._masks[slots[lost]] = -1
-            failures |= dict.fromkeys(lost.tolist(), self._lost)
+            failures |= dict.fromkeys(lost.tolist(), LostGuide(self._lost))
         self._waited_at = time.perf_counter()
         self._times["wait"].append(self._waited_at - began)
         return rows, failures
@@ -244,7 +267,7 @@ class ProcessMatchers(Matchers):
         """Post the tokens of a step, unless that is done; returns its rows whose grammars are complete."""
         with suppress(_EndedError):
             self._post(taken.number)
-            if (running := self._running) is not None:
+            if (running := self._running) is not None and (taken.guides > 0).any():
                 self._await(running, running.board.consumed, taken.number)
                 assert taken.number > self._last_step - RING, "its line is in use for another step"
                 complete = running.board.complete[taken.number % RING, : len(taken.rows)]
@@ -333,8 +356,8 @@ class ProcessMatchers(Matchers):
             how = describe_exit(codes[0]) if codes else "early"
             self._lost = why or f"a process that follows grammars has ended {how}"
         logger.error(
-            "%s: the guided requests that run fail, and no others. A later one starts the processes again, "
-            "after %g s at the earliest. The log above may have the reason",
+            "%s: the guided requests that run fail, and no others. The processes are started again after "
+            "%g s. The log above may have the reason",
             self._lost,
             pause_s,
         )

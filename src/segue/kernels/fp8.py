@@ -5,6 +5,8 @@ one scale per layer each. A number in FP8 times its scale is the value. The same
 every device.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,71 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of zeros, which are divided 
 _ERROR_UNITS = 4096
 _NAN = 0x7F  # all bits but the sign
 _CHUNK, _CHUNK_CUDA = 1 << 15, 1 << 24  # elements searched at a time: on a CPU by one thread
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Tokens:
+    """Activations in FP8, each token divided by its own scale, for a GEMM that multiplies in FP8."""
+
+    values: Tensor  # [T, K]
+    scales: Tensor  # float32 [T, 1]
+    dtype: torch.dtype  # of the activations that they were, and of the GEMM's result
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on CUDA."""
+        return self.values.is_cuda
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+Activations = Tensor | FP8Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FP8Experts:
+    """The weights of E experts in FP8, each a matrix `[N, K]` with scales as `quantize` returns them."""
+
+    weight: Tensor  # [E, N, K]
+    scales: Tensor  # float32 [E, N, blocks]
+    block: int
+    dtype: torch.dtype  # of the activations
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return self.weight.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight."""
+        return self.weight.nbytes
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Returns the values of one expert, `[N, K]`, in the dtype of the activations."""
+        return dequantize(self.weight[expert], self.scales[expert], self.block).to(self.dtype)
+
+    def values(self) -> Tensor:
+        """Returns the values of all experts in the dtype of the activations: a large copy."""
+        found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for expert, values in enumerate(found):
+            values.copy_(self[expert])
+        return found
+
+
+ExpertWeights = Tensor | FP8Experts
+"""The weights of experts, `[E, N, K]`, in the dtype of the activations or in FP8."""
+
+
+def block_of(weights: ExpertWeights) -> int | None:
+    """Returns `FP8Experts.block`; None: the weights are not in FP8."""
+    return weights.block if isinstance(weights, FP8Experts) else None
 
 
 def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> tuple[Tensor, Tensor]:
@@ -54,10 +121,10 @@ def quantize(values: Tensor, block: int = 0, num_scales: int | None = None) -> t
 
 
 def dequantize(weight: Tensor, scales: Tensor, block: int = 0) -> Tensor:
-    """Returns the values of `weight` `[N, K]`, float32; see `quantize`."""
+    """Returns the values of `weight` `[..., N, K]`, float32; see `quantize`."""
     wide = weight.float()
     if block:
-        return wide.mul_(scales.repeat_interleave(block, 1)[:, : wide.shape[1]])
+        return wide.mul_(scales.repeat_interleave(block, -1)[..., : wide.shape[-1]])
     return wide.mul_(scales)
 
 
@@ -75,8 +142,10 @@ def scale_shapes(shape: tuple[int, ...], block: int) -> list[tuple[int, ...]]:
     """Returns the shapes that the scales of a checkpoint's tensor of `shape` `[N, K]` may have.
 
     There is one for the tensor, one per row, or if an engine has scales for each `block` of a row, one per
-    block of `FP8_BLOCK` rows and columns.
+    block of `FP8_BLOCK` rows and columns. A tensor `[E, N, K]` of all experts has those of each expert.
     """
+    if len(shape) == 3:
+        return [(shape[0], *each) for each in scale_shapes(shape[1:], block)]
     found: list[tuple[int, ...]] = [(), (1,), (1, 1), (shape[0],), (shape[0], 1)]
     return [*found, (ceil_div(shape[0], FP8_BLOCK), ceil_div(shape[1], FP8_BLOCK))] if block else found
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segue.kernels.fp8 import ExpertWeights, block_of
+from segue.kernels.fp8_plan import FP8Shape
 from segue.kernels.gemm_plan import GemmShape, Kind, row_buckets
 from segue.kernels.moe_plan import MoEShape
 
@@ -31,14 +33,38 @@ class ModelGemm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFP8Gemm:
+    """One GEMM of a model by weights in FP8, which several layers have."""
+
+    weights: Sequence[tuple[Tensor, Tensor]]  # [N, K] in FP8, and scales, float32 [N, blocks], of each layer
+    block: int  # see `kernels.fp8`
+    bias: Tensor | None
+    kind: Kind
+    first_rows: int
+    last_rows: int
+
+    def shapes(self) -> list[FP8Shape]:
+        """Returns its shapes, as `ModelGemm` does."""
+        size, depth = self.weights[0][0].shape
+        buckets = row_buckets(self.first_rows, self.last_rows)
+        return [FP8Shape(rows, size, depth, self.block, self.kind) for rows in buckets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelExperts:
     """The experts of a model's layers: their weights are timed in turns."""
 
-    weights: Sequence[tuple[Tensor, Tensor]]  # gate and up [E, 2 * I, H], and down [E, H, I], of each layer
+    # Gate and up [E, 2 * I, H], and down [E, H, I], of each layer.
+    weights: Sequence[tuple[ExpertWeights, ExpertWeights]]
     per_token: int
 
     @property
     def shape(self) -> MoEShape:
         """Their shape."""
-        num_experts, hidden, size = self.weights[0][1].shape
-        return MoEShape(num_experts, self.per_token, size, hidden)
+        down = self.weights[0][1]
+        num_experts, hidden, size = down.shape
+        return MoEShape(num_experts, self.per_token, size, hidden, block_of(down))
+
+
+Planned = ModelGemm | ModelFP8Gemm | ModelExperts
+"""What may have plans."""

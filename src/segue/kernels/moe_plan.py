@@ -8,7 +8,7 @@ device can run; the start of an engine times them (`kernels.triton.plan_timing`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from segue.kernels.gemm_plan import ELEMENT, DeviceFacts
@@ -57,16 +57,27 @@ class MoEShape:
     per_token: int
     size: int
     hidden: int
+    fp8_block: int | None = None  # of weights in FP8, see `kernels.fp8`; None: they are in bfloat16
 
     @property
     def key(self) -> str:
         """The key of the shape in tables of plans."""
-        return f"{self.num_experts}x{self.per_token}x{self.size}x{self.hidden}"
+        sizes = f"{self.num_experts}x{self.per_token}x{self.size}x{self.hidden}"
+        if self.fp8_block is None:
+            return sizes
+        return f"{sizes} fp8" + (f"/{self.fp8_block}" if self.fp8_block else "")
 
     @staticmethod
     def of(key: str) -> MoEShape:
         """Returns the shape of a key."""
-        return MoEShape(*map(int, key.split("x")))
+        sizes, fp8, block = key.partition(" fp8")
+        shape = MoEShape(*map(int, sizes.split("x")))
+        return replace(shape, fp8_block=int(block[1:] or 0)) if fp8 else shape
+
+    @property
+    def element(self) -> int:
+        """The bytes of a weight."""
+        return ELEMENT if self.fp8_block is None else 1
 
     def pairs(self, tokens: int) -> float:
         """Returns the mean number of pairs of a token and an expert, per expert."""
@@ -103,13 +114,18 @@ def candidates(
         for count, plan in by_tokens.items()
         if pairs / 3 <= MoEShape.of(key).pairs(int(count)) <= pairs * 3
     ]
-    plans = [*near, *_any_device(tokens, pairs, device)]
+    plans = [*near, *_any_device(tokens, pairs, device, in_fp8=shape.fp8_block is not None)]
     return list(dict.fromkeys(plan for plan in plans if is_valid(plan, shape, device)))[:_MAX_PLANS]
 
 
-def _any_device(tokens: int, pairs: float, device: DeviceFacts) -> Iterator[MoEPlan]:
-    """Yield plans that are worth trying on a device for which none were measured."""
+def _any_device(tokens: int, pairs: float, device: DeviceFacts, *, in_fp8: bool) -> Iterator[MoEPlan]:
+    """Yield plans that are worth trying on a device for which none were measured.
+
+    Tiles in FP8 have half the bytes: with more of them as many bytes are on their way.
+    """
     if tokens <= 16:
+        if in_fp8:
+            yield MoEPlan(1, TileConfig(8, 512, 3, 4), TileConfig(8, 512, 3, 4))
         yield MoEPlan(1, TileConfig(8, 256, 3, 2), TileConfig(4, 512, 3, 2))
         yield MoEPlan(1, TileConfig(8, 256, 2, 4), TileConfig(8, 256, 2, 4))
     for block in (16, 32, 64, 128):
@@ -118,13 +134,20 @@ def _any_device(tokens: int, pairs: float, device: DeviceFacts) -> Iterator[MoEP
         for tma in (True, False) if device.has_tma else (False,):
             if block < 64:
                 yield MoEPlan(block, TileConfig(64, 128, 3, 4, tma), TileConfig(64, 128, 3, 4, tma))
+                if in_fp8:
+                    yield MoEPlan(block, TileConfig(64, 128, 5, 4, tma), TileConfig(64, 128, 5, 4, tma))
                 yield MoEPlan(block, TileConfig(64, 64, 3, 4, tma), TileConfig(64, 64, 3, 4, tma))
             else:
+                if in_fp8:
+                    yield MoEPlan(block, TileConfig(64, 64, 4, 8, tma), TileConfig(128, 64, 4, 8, tma))
                 yield MoEPlan(block, TileConfig(64, 64, 3, 4, tma), TileConfig(128, 64, 3, 4, tma))
 
 
 def is_valid(plan: MoEPlan, shape: MoEShape, device: DeviceFacts) -> bool:
-    """Whether a device can run a plan, and its tiles divide the weights."""
+    """Whether a device can run a plan, its tiles divide the weights, and its sums fit into registers.
+
+    With scales of blocks a product is beside the sums until it is added to them.
+    """
     if plan.block_m == 1:
         return True
     gemms: Iterable[tuple[TileConfig, int, int, int]] = (
@@ -135,7 +158,10 @@ def is_valid(plan: MoEPlan, shape: MoEShape, device: DeviceFacts) -> bool:
         rows % config.block_n == 0
         and depth % config.block_k == 0
         and (device.has_tma or not config.tma)
-        and config.stages * (weights * config.block_n + plan.block_m) * config.block_k * ELEMENT
+        and config.stages
+        * (weights * config.block_n * shape.element + plan.block_m * ELEMENT)
+        * config.block_k
         <= device.shared_bytes
+        and (not shape.fp8_block or (weights + 1) * config.block_n * plan.block_m <= 4096 * config.warps)
         for config, weights, rows, depth in gemms
     )

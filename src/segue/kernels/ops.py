@@ -10,7 +10,7 @@ from torch import Tensor
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 from segue.kernels.cpu import ops as cpu
-from segue.kernels.fp8 import dequantize
+from segue.kernels.fp8 import Activations, FP8Tokens, dequantize
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
@@ -68,16 +68,19 @@ def _sqrt(square: float) -> Tensor:
     return torch.tensor(square**0.5)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, fp8_block: int | None = None
+) -> tuple[Activations, Tensor]:
     """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
 
     May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`, which are
-    added up here. `residual` is `[T, N]`; None: `x` is the sum already, as before the first layer.
+    added up here. `residual` is `[T, N]`; None: `x` is the sum already, as before the first layer. On CUDA
+    the normalised sum may be quantized: with a scale per token (0), or for each `fp8_block` columns.
     """
     if x.is_cuda:
         from segue.kernels.triton.norm import add_rms_norm as fused
 
-        return fused(x, residual, weight, eps)
+        return fused(x, residual, weight, eps, fp8_block=fp8_block)
     if cpu.usable(x):
         return cpu.add_rms_norm(x, residual, weight, eps)
     total = x if residual is None else residual.add_(x)
@@ -90,6 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     `cos` and `sin` are `[T, 1, D]`: `cos` has the D/2 cosines twice, `sin` the negated sines, then the sines.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+Derived = Gemm | Tensor
+"""What a CPU keeps beside a weight: a GEMM by a copy of it, or the values of experts in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,24 @@ class FP8Gemm:
 
         return fp8_linear(x, self.weight, self.scales, self.block, bias, may_split=may_split)
 
+    def fp8_block(self, num_rows: int, dtype: torch.dtype) -> int | None:
+        """The columns per scale (0: all) if so many tokens in `dtype` are to be `FP8Tokens`, else None."""
+        from segue.kernels.triton.fp8_tokens import takes_fp8
+
+        return self.block if takes_fp8(num_rows, self.weight, self.block, dtype) else None
+
+    def multiply(self, x: FP8Tokens, bias: Tensor | None) -> Tensor:
+        """`[M, in] -> [M, out]`."""
+        from segue.kernels.triton.fp8_tokens import multiply_in_fp8
+
+        return multiply_in_fp8(x, self.weight, self.scales, bias)
+
+    def gate_up_silu(self, x: Tensor) -> Tensor | None:
+        """`[M, in] -> [M, out / 2]`, as for `gate_up_silu` without a bias; None: one kernel is not faster."""
+        from segue.kernels.triton.fp8_gemm import fp8_gate_up_silu
+
+        return fp8_gate_up_silu(x, self.weight, self.scales, self.block)
+
 
 @dataclass(frozen=True, slots=True)
 class DequantizingGemm:
@@ -208,7 +233,7 @@ def _pack_cpu(weight: Tensor) -> Gemm:
 
 
 def linear(
-    x: Tensor,
+    x: Activations,
     weight: Tensor,
     bias: Tensor | None,
     packed: Gemm | None = None,
@@ -224,11 +249,14 @@ def linear(
         x: `[M, in]`.
         weight: `[out, in]`.
         bias: `[out]`.
-        packed: the result of `pack(weight)`.
+        packed: the result of `pack(weight)` or `pack_fp8`.
         may_split: on CUDA the result may be split-K partials, float32 `[S, M, out]`, which the caller's
             kernel adds up as it reads them.
         float32_output: the result is float32, with the precision of the device's accumulation.
     """
+    if isinstance(x, FP8Tokens):
+        assert isinstance(packed, FP8Gemm), "its `fp8_block` is asked first"
+        return packed.multiply(x, bias)
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import choose, run
 
@@ -260,16 +288,26 @@ def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
     return is_own and weight.dtype == x.dtype and cpu.usable(x)
 
 
-def gate_up_silu(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Gemm | None) -> Tensor:
+def gate_up_silu(
+    x: Activations, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, fp8_block: int | None = None
+) -> Activations:
     """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
     `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster. `packed`
-    is the result of `pack(weight)`.
+    is the result of `pack(weight)` or `pack_fp8`. With `fp8_block`, see `add_rms_norm`, the result of
+    many tokens is quantized, where one kernel can do both.
     """
-    if x.is_cuda and bias is None and packed is None:
+    if isinstance(x, FP8Tokens):
+        from segue.kernels.triton.gate_up_silu import MAX_FP8_COLUMNS, silu_mul_fp8
+
+        gate_up = linear(x, weight, bias, packed)
+        if fp8_block is not None and gate_up.shape[1] <= 2 * MAX_FP8_COLUMNS:
+            return silu_mul_fp8(gate_up, fp8_block)
+        return silu_mul(gate_up, x.dtype)
+    if x.is_cuda and bias is None and (packed is None or isinstance(packed, FP8Gemm)):
         from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
 
-        gated = fused(x, weight)
+        gated = fused(x, weight) if packed is None else packed.gate_up_silu(x)
         if gated is not None:
             return gated
     if bias is None and _uses_cpu_kernel(x, weight, packed):

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.fp8 import FP8
-from segue.kernels.ops import DequantizingGemm, add_rms_norm, linear, pack, pack_fp8
+from segue.kernels.fp8 import FP8, Activations
+from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, linear, pack, pack_fp8
 from segue.sizes import ceil_div
 
 
@@ -44,17 +44,20 @@ class RMSNorm(Layer):
         self.weight_float32 = self.weight.float() if self.weight.device.type == "cpu" else None
         return 0 if self.weight_float32 is None else self.weight_float32.nbytes
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, fp8_block: int | None = None
+    ) -> tuple[Activations, Tensor]:
         """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
 
         `x` is `[T, N]`, or split-K partials, float32 `[S, T, N]`. `residual` is `[T, N]`; None stands for 0.
-        May overwrite both. Few rows take the fused all-reduce, if there is one.
+        May overwrite both. Few rows take the fused all-reduce, if there is one, whose result is never
+        quantized; others are, with the `fp8_block` of the layer that reads them (`Linear.fp8_block`).
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         fused_all_reduce = self.collectives.fused_all_reduce
         if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
             return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
-        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps)
+        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps, fp8_block=fp8_block)
 
 
 class Linear(Layer):
@@ -125,7 +128,15 @@ class Linear(Layer):
             return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
         return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def fp8_block(self, num_rows: int) -> int | None:
+        """The columns per scale (0: all) if so many tokens are multiplied in FP8, else None.
+
+        The kernel before this layer may quantize them then.
+        """
+        packed = self.packed
+        return packed.fp8_block(num_rows, self.dtype) if isinstance(packed, FP8Gemm) else None
+
+    def forward(self, x: Activations) -> Tensor:
         """Returns `x @ weight.T + bias`, `[T, in] -> [T, out]`."""
         return linear(
             x,
@@ -150,7 +161,7 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.collectives = collectives
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """`[T, in] -> [T, out]`, this rank's summand, or its split-K partials, which `RMSNorm` takes.
 
         Partials are allowed unless the sum over the ranks is by `Collectives.all_reduce`, which cannot add

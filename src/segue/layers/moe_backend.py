@@ -15,13 +15,16 @@ from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm
 from segue.kernels.cpu import ops as cpu
+from segue.kernels.fp8 import ExpertWeights
 from segue.kernels.ops import Plain, silu_mul
 
 
 class MoEBackend(Protocol):
     """Runs each token through its experts: E experts, k per token, hidden size H, I rows per expert."""
 
-    def __call__(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, experts: Tensor
+    ) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts, `[T, H]`.
 
         `x` is `[T, H]`, `gate_up` `[E, 2 * I, H]` (gate rows first), `down` `[E, H, I]`, `weights` float32
@@ -90,8 +93,8 @@ def select(name: str, device: torch.device, *, deterministic: bool = False) -> M
 
 def run_by_expert(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     weights: Tensor,
     experts: Tensor,
     run_one: Callable[[Tensor, Tensor, Tensor], Tensor] = run_expert,
@@ -117,7 +120,9 @@ def run_by_expert(
     return torch.zeros_like(x).index_add_(0, tokens, grouped)
 
 
-def run_triton(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def run_triton(
+    x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, experts: Tensor
+) -> Tensor:
     """See `kernels.triton.moe.run_experts`."""
     from segue.kernels.triton.moe import run_experts  # Triton is only installed with CUDA
 

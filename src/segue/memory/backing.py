@@ -7,6 +7,7 @@ Temporaries of a step and small tensors that one module keeps for itself are tor
 from __future__ import annotations
 
 import mmap
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from segue.logs import logger
 
 
 def pageable(num_bytes: int, *, huge: bool = False) -> Tensor:
@@ -49,25 +52,45 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def page_locked(num_bytes: int) -> Tensor:
-    """Return pinned zeros of exactly this size, for gigabytes; call `unlock` before they are freed."""
+    """Return pinned zeros of exactly this size, for gigabytes; call `unlock` before they are freed.
+
+    Where the driver refuses to pin them, they are pageable.
+    """
     raw = pageable(num_bytes)
     if num_bytes:
-        lock(raw.zero_())
+        lock(raw.zero_(), "copies from it to the GPU take longer")
     return raw
 
 
-def lock(touched: Tensor) -> None:
+def lock(touched: Tensor, loss: str) -> bool:
     """Make memory of the host pinned; call `unlock` before it is freed.
 
     Its pages must have been touched, else they come into being under the driver's lock.
+
+    Returns False, and warns of the ``loss``, if the driver refuses to, as it may in containers.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cudart.cudaHostRegister(touched.data_ptr(), touched.nbytes, 0))
+    try:
+        torch.cuda.check_error(cudart.cudaHostRegister(touched.data_ptr(), touched.nbytes, 0))
+    except RuntimeError as error:
+        with suppress(RuntimeError):  # the next launch is told of the error, too
+            torch.zeros(1, device="cuda")
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        logger.warning(
+            "%d bytes of host memory cannot be pinned for the GPU (%s; a process may lock %s bytes): %s. "
+            "Raise the limit by `ulimit -l unlimited`, or by `--ulimit memlock=-1` of a container",
+            touched.nbytes,
+            error,
+            "any number of" if limit == resource.RLIM_INFINITY else limit,
+            loss,
+        )
+        return False
+    return True
 
 
 def unlock(locked: Tensor) -> None:
     """Make the memory of `page_locked` or `lock` pageable, so that it can be freed."""
-    if locked.numel():
+    if locked.numel() and locked.is_pinned():
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostUnregister(locked.data_ptr()))
 

@@ -12,6 +12,12 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 ANY_JSON_OBJECT = '{"type":"object"}'  # the schema of `json_object`
 
 
+class LostGuide(str):
+    """Why a request's place in its grammar was lost: something has failed here, and not the grammar."""
+
+    __slots__ = ()
+
+
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     """The language that an output belongs to. The frontend checks it; scheduler and runner trust it."""
 

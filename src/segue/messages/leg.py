@@ -45,6 +45,7 @@ RETRYABLE = frozenset(
             "weights_released",
             "kv_peer_lost",
             "kv_capacity_lost",
+            "guide_lost",
             "stale_epoch",
             "wrong_role",
         ),

@@ -168,9 +168,8 @@ class CUDAExecutor(StepExecutor):
         """
         model, device = self.model, self.state.device
         steps = warm_up.row_steps(model, self.backend, limits)
-        max_scored = self.logits_bytes // (4 * model.config.vocab_size)
         with compiled_together(device, model.shard.tp.size, on_kernels) as found, model.distinct_layers():
-            for step in warm_up.all_steps(steps, limits, max_scored=max_scored):
+            for step in warm_up.all_steps(steps, limits):
                 self.run(step.plan(self.state.step + 1)).result()
             self._inputs.clear()
             if captures:  # forward graphs may have a decode row per request, and a prompt beside them

@@ -6,15 +6,17 @@ Rank 0 decides and the others use its plans, so all ranks compute their shards i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from segue.config import EngineConfig
 from segue.distributed.groups import TPGroups
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, Kind
-from segue.kernels.model_gemm import ModelExperts, ModelGemm
+from segue.kernels.model_gemm import ModelExperts, ModelFP8Gemm, ModelGemm, Planned
+from segue.kernels.ops import FP8Gemm
 from segue.kernels.plan_store import PlanCache, Plans, merge, source_digest, without_plans
 from segue.layers import moe_backend
 from segue.layers.blocks import Linear, RowParallelLinear
@@ -23,8 +25,9 @@ from segue.models.decoder import MLP, Decoder, MoE
 
 _KERNELS = Path(__file__).parents[1] / "kernels"
 _SOURCES = [  # what decides how fast a plan is, and how it is timed
-    *(_KERNELS / f"{name}.py" for name in ("gemm_plan", "moe_plan")),
-    *(_KERNELS / "triton" / f"{name}.py" for name in ("gate_up_silu", "gemm", "launch", "plan_timing")),
+    *(_KERNELS / f"{name}.py" for name in ("fp8_plan", "gemm_plan", "moe_plan")),
+    *(_KERNELS / "triton" / f"{name}.py" for name in ("fp8_gemm", "gate_up_silu", "gemm", "launch")),
+    *(_KERNELS / "triton" / f"{name}.py" for name in ("plan_tasks", "plan_timing")),
     *(_KERNELS / "triton" / f"{name}.py" for name in ("moe", "moe_gemm", "moe_routing")),
 ]
 _MANY = 1 << 30  # rows without a limit
@@ -41,7 +44,8 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
     import triton
 
     from segue.kernels.triton.launch import device_facts
-    from segue.kernels.triton.plan_timing import find_plans, plan_tasks, use_plans
+    from segue.kernels.triton.plan_tasks import plan_tasks
+    from segue.kernels.triton.plan_timing import find_plans, use_plans
 
     plans: Plans = {}
     text = "those of rank 0"
@@ -53,7 +57,7 @@ def plan_gemms(config: EngineConfig, model: Decoder, groups: TPGroups, *, may_ti
         }
         cache = PlanCache.of(Path(config.cache_dir), device_facts(), versions)
         plans, text = cache.load(), "all are stored or cached"
-        gemms: list[ModelGemm | ModelExperts] = [*model_gemms(model), *model_experts(model)]
+        gemms: list[Planned] = [*model_gemms(model), *model_fp8_gemms(model), *model_experts(model)]
         if not gemms:
             text = "none: the weights are packed"
         if plan_tasks(gemms, plans, device_facts()):
@@ -80,27 +84,54 @@ def share(plans: Plans, groups: TPGroups) -> Plans:
 
 def model_gemms(model: Decoder) -> list[ModelGemm]:
     """Return the GEMMs by plain weights of a model; those of equal layers are one."""
+    return [
+        ModelGemm(
+            weights=[module.weight for module in modules],
+            bias=modules[0].bias,
+            kind=use.kind,
+            dtype=torch.float32 if modules[0].float32_output else modules[0].weight.dtype,
+            first_rows=use.first_rows,
+            last_rows=use.last_rows,
+        )
+        for use, modules in _equal_layers(model, lambda module: module.packed is None)
+    ]
+
+
+def model_fp8_gemms(model: Decoder) -> list[ModelFP8Gemm]:
+    """Return the GEMMs by weights in FP8 of a model in bfloat16 on CUDA; those of equal layers are one."""
+    if model.embed.weight.dtype != torch.bfloat16:  # `choose_fp8` has no plans for others
+        return []
+    return [
+        ModelFP8Gemm(
+            weights=[(module.packed.weight, module.packed.scales) for module in modules],  # type: ignore[union-attr]
+            block=modules[0].block,
+            bias=modules[0].bias,
+            kind=use.kind,
+            first_rows=use.first_rows,
+            last_rows=use.last_rows,
+        )
+        for use, modules in _equal_layers(model, lambda module: isinstance(module.packed, FP8Gemm))
+    ]
+
+
+class _Use(NamedTuple):
+    """What a model asks a layer's GEMM for, with the least and the greatest number of rows."""
+
+    kind: Kind
+    first_rows: int
+    last_rows: int
+
+
+def _equal_layers(model: Decoder, is_wanted: Callable[[Linear], bool]) -> Iterator[tuple[_Use, list[Linear]]]:
+    """Yield the layers whose GEMMs have the same plans, once per use."""
     gate_ups = {module.gate_up for module in model.modules() if isinstance(module, MLP)}
-    found: dict[tuple[object, ...], list[Linear]] = {}
+    found: dict[tuple[object, ...], tuple[_Use, list[Linear]]] = {}
     for module in model.modules():
-        if isinstance(module, Linear) and module.packed is None:
+        if isinstance(module, Linear) and is_wanted(module):
             for use in _uses(module, module in gate_ups):
                 key = (*use, module.weight.shape, module.float32_output, module.bias is None)
-                found.setdefault(key, []).append(module)
-    gemms = []
-    for (kind, first, last, *_), modules in found.items():
-        weight = modules[0].weight
-        gemms.append(
-            ModelGemm(
-                weights=[module.weight for module in modules],
-                bias=modules[0].bias,
-                kind=kind,  # type: ignore[arg-type]
-                dtype=torch.float32 if modules[0].float32_output else weight.dtype,
-                first_rows=first,  # type: ignore[arg-type]
-                last_rows=last,  # type: ignore[arg-type]
-            )
-        )
-    return gemms
+                found.setdefault(key, (use, []))[1].append(module)
+    yield from found.values()
 
 
 def model_experts(model: Decoder) -> list[ModelExperts]:
@@ -112,23 +143,23 @@ def model_experts(model: Decoder) -> list[ModelExperts]:
             found.setdefault(key, []).append(module)
     return [
         ModelExperts(
-            weights=[(module.experts["gate_up"], module.experts["down"]) for module in modules],
+            weights=[(module.weights("gate_up"), module.weights("down")) for module in modules],
             per_token=modules[0].moe.num_experts_per_tok,
         )
         for modules in found.values()
     ]
 
 
-def _uses(module: Linear, is_gate_up: bool) -> Iterator[tuple[Kind, int, int]]:
-    """Yield what the model asks a layer's GEMM for, with the least and the greatest number of rows."""
+def _uses(module: Linear, is_gate_up: bool) -> Iterator[_Use]:
+    """Yield the uses of a layer's GEMM."""
     split_rows = _MANY if module.may_split or is_gate_up else 0
     first = 1
     if is_gate_up and module.bias is None:
-        yield "gated", first, MAX_GATED_ROWS
+        yield _Use("gated", first, MAX_GATED_ROWS)
         first = MAX_GATED_ROWS + 1
     elif isinstance(module, RowParallelLinear):
         split_rows = module.max_split_rows
     if first <= split_rows:
-        yield "split", first, split_rows
+        yield _Use("split", first, split_rows)
     if split_rows < ROWS[-1]:
-        yield "whole", max(first, split_rows + 1), _MANY
+        yield _Use("whole", max(first, split_rows + 1), _MANY)

@@ -25,18 +25,23 @@ class MaskTable:
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, *, shared: bool = False
     ) -> None:
-        """Allocate the masks; with `shared`, other processes can map them. Call `close` then."""
+        """Allocate the masks; with `shared`, other processes can map them. Call `close` then.
+
+        A device that cannot read shared memory gets masks that are not shared.
+        """
         shape = num_slots, ceil_div(vocab_size, 32)
         self.descriptor: int | None = None  # of memory that begins with the masks; None: it is not shared
         self._free: weakref.finalize[..., MaskTable] | None = None
         if shared:
             self.descriptor, self.rows = _shared(shape)
             locks = device.type == "cuda"
-            if locks:
-                backing.lock(self.rows)
-            self._free = weakref.finalize(self, _free, self.descriptor, self.rows if locks else None)
-            self._free.atexit = False
-        else:
+            if locks and not backing.lock(self.rows, "one thread follows guided requests, and no processes"):
+                os.close(self.descriptor)
+                self.descriptor = None
+            else:
+                self._free = weakref.finalize(self, _free, self.descriptor, self.rows if locks else None)
+                self._free.atexit = False
+        if self.descriptor is None:
             self.rows = backing.pinned(shape, torch.int32, device).fill_(-1)
         self.host: NDArray[np.int32] = self.rows.numpy()
 

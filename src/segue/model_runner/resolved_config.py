@@ -126,11 +126,11 @@ def _device(config: EngineConfig, tp: TPInfo) -> tuple[torch.device, str]:
 
     With `auto` it is CUDA if torch sees a device. Raises ConfigError or TensorParallelError if none fits.
     """
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
-        why = "--device names it" if config.device == "cpu" else "torch sees no CUDA device"
-        return torch.device("cpu"), why
-    if not has_cuda:
+    if config.device == "cpu":  # the driver is not asked
+        return torch.device("cpu"), "--device names it"
+    if not torch.cuda.is_available():
+        if config.device == "auto":
+            return torch.device("cpu"), "torch sees no CUDA device"
         raise ConfigError("device='cuda', but torch sees no CUDA device; use --device cpu", param="device")
     if tp.size > torch.cuda.device_count():
         raise TensorParallelError(

@@ -103,6 +103,11 @@ class ModelRunner:
         assert self._startup.matchers is not None, "only the rank that samples guides"
         self._startup.matchers.set_vocabulary(vocabulary)
 
+    def can_guide(self) -> bool:
+        """Whether guided requests may begin now; asked for after `set_vocabulary`."""
+        assert self._startup.matchers is not None, "only the rank that samples guides"
+        return self._startup.matchers.can_begin()
+
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the grammars of slots that no submitted step uses."""
         if self._startup.matchers is not None:

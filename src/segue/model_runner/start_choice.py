@@ -47,6 +47,7 @@ def choose_start(config: EngineConfig, source: ModelSource, tp: TPInfo) -> Start
         page_size=resolved.page_size,
         deterministic=resolved.deterministic,
         fp8_kv=resolved.fp8_kv,
+        max_requests=resolved.max_running_requests,
     )
     return StartChoice(
         sizes=sizes,

@@ -107,6 +107,7 @@ class Startup:
         self._shape, self.selection, self._experts = chosen.setting.shape, chosen.selection, chosen.experts
         self._page_bytes = resolved.kv_shape(model, chosen.sizes, num_pages=0).page_bytes
         self._on_cpu = resolved.device.type == "cpu"
+        self._kv_scales = read_kv_scales(self.source) if resolved.fp8_kv else None
         fp8 = ", linear layers in FP8" if model.fp8 is not None else ""
         return 0, f"{resolved.device}, {resolved.dtype}{fp8}, rank {tp.rank} of {tp.size}"
 
@@ -265,8 +266,7 @@ class Startup:
 
     def _make_pool(self) -> Made:
         take = partial(self.memory.take_kv, scratch_bytes=self._page_bytes)
-        scales = read_kv_scales(self.source) if self.resolved.fp8_kv else None
-        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, take, scales)
+        self.kv = make_pool(self.model, self.resolved, self.limits.num_pages, take, self._kv_scales)
         return self.kv.data.nbytes, self.kv.format
 
     def _make_state(self) -> Made:
@@ -282,7 +282,8 @@ class Startup:
         self._state = BatchState(page_table, limits.max_seq_len)
         if self.tp.rank == 0:  # only it samples
             slots, vocab_size = len(page_table.data), self.source.config.vocab_size
-            processes = count_for(self.resolved.device.type, usable_cores())
+            share = torch.get_num_threads() * self.tp.size  # see `OMP_NUM_THREADS` of a cluster
+            processes = count_for(self.resolved.device.type, usable_cores(), share)
             self._masks = masks = MaskTable(slots, vocab_size, self.resolved.device, shared=processes > 0)
             self.matchers = Matchers(masks.host)
             if masks.descriptor is not None:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
+from segue.kernels import fp8_plan
+from segue.kernels.fp8_plan import FP8Shape
+from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.messages.guided import GrammarSpec
 from segue.messages.requests import SamplingMode, SamplingParams, pack_ids
@@ -87,11 +90,8 @@ def representatives(steps: Iterable[int], most: int) -> list[int]:
     return sorted(number for number in {1, most, *steps} if 1 <= number <= most)
 
 
-def all_steps(steps: Iterable[int], limits: EngineLimits, *, max_scored: int) -> Iterator[WarmUpStep]:
-    """Yield the steps to take, for choices that change at `steps` numbers of rows.
-
-    `max_scored` is the most prompt tokens whose logits are computed together.
-    """
+def all_steps(steps: Iterable[int], limits: EngineLimits) -> Iterator[WarmUpStep]:
+    """Yield the steps to take, for choices that change at `steps` numbers of rows."""
     rows, chunk, longest = limits.max_running_requests, limits.chunked_prefill_size, limits.max_seq_len - 1
     steps, max_tokens = set(steps), min(chunk + rows, rows * longest)
     for tokens in representatives(steps, max_tokens):
@@ -103,16 +103,16 @@ def all_steps(steps: Iterable[int], limits: EngineLimits, *, max_scored: int) ->
                 yield WarmUpStep(decode=decode, prompts=(prompt,))
     for decode in representatives(steps, min(rows, NOT_FEW)):
         yield from (WarmUpStep(decode=decode, mode=mode) for mode in SAMPLING)
-    for scored in representatives(steps, min(max_scored, chunk - 1, longest - 1)):
+    for scored in representatives(steps, min(chunk, rows * longest) - 1):
         if scored == 1 or scored > rows:  # logits of fewer rows are those of decode
-            yield WarmUpStep(prompts=(scored + 1,), scores=True)
+            yield WarmUpStep(prompts=_split(scored + 1, ceil_div(scored + 1, longest)), scores=True)
 
 
 def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> set[int]:
     """Return the numbers of rows up to which the kernels of a step are the same, of all its parts."""
     from segue.kernels.gemm_plan import FEW_ROWS
     from segue.kernels.moe_plan import MoEShape
-    from segue.kernels.triton import fp8_gemm, gate_up_silu, gemm, moe
+    from segue.kernels.triton import gate_up_silu, gemm, moe
     from segue.kernels.triton.launch import device_facts
 
     max_rows = limits.chunked_prefill_size + limits.max_running_requests
@@ -121,18 +121,32 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
         found.add(fused.max_rows)
     config = model.config
     if config.quantization is not None:
-        found |= fp8_gemm.row_steps()
+        found |= fp8_plan.row_steps(_fp8_shapes(model), max_rows, device_facts().num_sms)
     if config.moe is not None:
-        size = model.shard.expert_intermediate_size
-        moe_config = config.moe
+        own, size = config.moe, model.shard.expert_intermediate_size
+        block = None if config.fp8 is None else config.fp8.block
         found |= moe.token_steps(
-            MoEShape(moe_config.num_experts, moe_config.num_experts_per_tok, size, config.hidden_size)
+            MoEShape(own.num_experts, own.num_experts_per_tok, size, config.hidden_size, block)
         )
     if model.deterministic:
         weights: set[Tensor] = {*model.parameters()}
         for size in {len(weight) for weight in weights if weight.dim() == 2}:
             found |= gemm.batch_invariant_rows(size, max_rows, device_facts())
     return found
+
+
+def _fp8_shapes(model: Decoder) -> Iterator[FP8Shape]:
+    """Yield the GEMMs by weights in FP8 for which kernels of ours multiply many tokens."""
+    from segue.kernels.triton.fp8_tokens import can_multiply_in_fp8
+
+    for module in model.modules():
+        if isinstance(module, Linear) and module.scale is not None:
+            (size, depth), block = module.weight.shape, module.block
+            in_fp8 = can_multiply_in_fp8(size, depth, block, module.dtype)
+            if block or not in_fp8:
+                yield FP8Shape(1, size, depth, block, "whole")
+            if not in_fp8:
+                yield FP8Shape(1, size, depth, block, "split")
 
 
 def _split(tokens: int, count: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8Config:
-    """The linear layers of the decoder are in FP8 (float8_e4m3fn), with float32 scales."""
+    """The linear layers and experts of the decoder are in FP8 (float8_e4m3fn), with float32 scales."""
 
     block: int = 0  # consecutive weights of a row that have one scale; 0: all of the row
 
@@ -110,12 +110,6 @@ class ModelConfig:
             )
         if quantization != "fp8" or self.fp8 is not None:
             return self
-        if self.moe is not None:
-            raise ConfigError(
-                "quantization='fp8' with a mixture of experts: only dense models run in FP8; use a dense "
-                "model, or leave --quantization out",
-                param="quantization",
-            )
         return replace(self, fp8=FP8Config(block=_SMALL_BLOCK if self.hidden_size < _SMALL else 0))
 
     @classmethod
@@ -128,11 +122,6 @@ class ModelConfig:
         """
         architecture = _architecture(config)
         fp8 = _fp8(config["quantization_config"]) if config.get("quantization_config") else None
-        if fp8 is not None and architecture == "Qwen3MoeForCausalLM":
-            raise UnsupportedModelError(
-                "the model is a mixture of experts in FP8; supported are dense models in FP8: use a bfloat16 "
-                "version of the model"
-            )
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedModelError(f"activation {activation!r} is not supported; supported: 'silu'")

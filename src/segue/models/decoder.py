@@ -1,6 +1,6 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -12,12 +12,14 @@ from segue.attention.base import Context
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.cpu import ops as cpu
-from segue.kernels.ops import embed, gate_up_silu, rms_norm, rotate, route
+from segue.kernels.fp8 import FP8, Activations, ExpertWeights, FP8Experts
+from segue.kernels.ops import Derived, embed, gate_up_silu, rms_norm, rotate, route
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import ModelConfig, MoEConfig
 from segue.models.rope import Rotary, inverse_frequencies
 from segue.models.sharding import Shard, shard
+from segue.sizes import ceil_div
 
 Angles = tuple[Tensor, Tensor]
 """The cosines and sines of RoPE, computed once per step for all layers; see `models.rope.Rotary.angles`."""
@@ -56,7 +58,7 @@ class Attention(Layer):
         return self.qk_weight.nbytes
 
     def forward(
-        self, x: Tensor, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
+        self, x: Activations, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
     ) -> Tensor:
         """`[T, hidden] -> [T, hidden]`, or `[L, hidden]` of the tokens `logits_indices` (int `[L]`).
 
@@ -133,17 +135,18 @@ class MLP(Layer):
         self.gate_up = Linear(hidden, 2 * own, bias=bias)
         self.down = RowParallelLinear(own, hidden, collectives=collectives, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks."""
-        own = self.gate_up
-        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed))
+        own, block = self.gate_up, self.down.fp8_block(len(x))
+        output: Tensor = self.down(gate_up_silu(x, own.weight, own.bias, own.packed, fp8_block=block))
         return output
 
 
 class MoE(Layer):
     """Sums the outputs of each token's most probable experts, weighted by the router's probabilities.
 
-    Each expert is sharded over the ranks like an MLP.
+    Each expert is sharded over the ranks like an MLP. CPUs multiply by the values of experts in FP8, which
+    `packed` has by the name of the parameter.
     """
 
     def __init__(self, moe: MoEConfig, hidden_size: int, sizes: Shard, backend: MoEBackend) -> None:
@@ -159,6 +162,54 @@ class MoE(Layer):
                 "down": torch.empty(moe.num_experts, hidden_size, own),
             }
         ).requires_grad_(False)
+        self.block: int | None = None  # of experts in FP8; see `FP8Experts`
+        self.dtype = torch.float32  # of the activations of experts in FP8
+        self.packed: dict[str, Tensor] = {}
+
+    def make_fp8(self, block: int) -> None:
+        """Have the experts in FP8, of undefined values; see `Linear.make_fp8`. The router stays as it is."""
+        self.block, self.dtype = block, self.experts["gate_up"].dtype
+        for name, weight in list(self.experts.items()):
+            shape = (*weight.shape[:2], ceil_div(weight.shape[2], block or weight.shape[2]))
+            scales = torch.empty(shape, device=weight.device)
+            self.experts[name] = nn.Parameter(torch.empty_like(weight, dtype=FP8), requires_grad=False)
+            self.experts[f"{name}_scale"] = nn.Parameter(scales, requires_grad=False)
+
+    def weights(self, name: str) -> ExpertWeights:
+        """Return the experts' weights for the backend: "gate_up" or "down"."""
+        weight = self.packed.get(name)
+        if weight is not None or self.block is None:
+            return self.experts[name] if weight is None else weight
+        return self._in_fp8(self.experts[name], self.experts[f"{name}_scale"])
+
+    def _in_fp8(self, weight: Tensor, scales: Tensor) -> FP8Experts:
+        assert self.block is not None
+        return FP8Experts(weight, scales, self.block, self.dtype)
+
+    def pack(self, weight: Tensor, scales: Tensor | None) -> Tensor | None:
+        """Return the values of other weights in FP8 for a CPU; None: it would use the weights themselves."""
+        if scales is None or weight.is_cuda:
+            return None
+        return self._in_fp8(weight, scales).values()
+
+    def build_derived(
+        self, packed: Mapping[Tensor, Derived] | None = None, changed: Collection[Tensor] | None = None
+    ) -> int:
+        """Pack the experts in FP8 again, as far as they are `changed` (None: all); returns the copies' bytes.
+
+        What :meth:`pack` has made of them already is in `packed`, by the parameter.
+        """
+        for name in ("gate_up", "down") if self.block is not None else ():
+            weight, scales = self.experts[name], self.experts[f"{name}_scale"]
+            if changed is not None and {weight, scales}.isdisjoint(changed):
+                continue
+            self.packed.pop(name, None)  # frees its memory first
+            values = (packed or {}).get(weight)
+            if values is None:
+                values = self.pack(weight, scales)
+            if values is not None:
+                self.packed[name] = cast(Tensor, values)
+        return sum(values.nbytes for values in self.packed.values())
 
     def forward(self, x: Tensor, num_unpadded: Tensor | None = None) -> Tensor:
         """`[T, hidden] -> [T, hidden]`; this rank's summand, which `RMSNorm` sums over the ranks.
@@ -171,7 +222,10 @@ class MoE(Layer):
             renormalise=self.moe.norm_topk_prob,
             num_unpadded=num_unpadded,
         )
-        return self.backend(x, self.experts["gate_up"], self.experts["down"], weights, experts)
+        return self.backend(x, self.weights("gate_up"), self.weights("down"), weights, experts)
+
+
+_Deriving = Linear | RMSNorm | Attention | MoE  # modules that derive something from their parameters
 
 
 class DecoderLayer(Layer):
@@ -205,10 +259,12 @@ class DecoderLayer(Layer):
         of the previous layer's MLP. `residual` is None in the first layer. With `logits_indices` (int `[L]`)
         only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm(x, residual)
+        x, residual = self.input_norm(x, residual, fp8_block=self.attn.qkv.fp8_block(x.shape[-2]))
         x = self.attn(x, angles, ctx, logits_indices)
         x, residual = self.post_norm(
-            x, residual if logits_indices is None else residual.index_select(0, logits_indices)
+            x,
+            residual if logits_indices is None else residual.index_select(0, logits_indices),
+            fp8_block=self.mlp.gate_up.fp8_block(x.shape[-2]) if isinstance(self.mlp, MLP) else None,
         )
         if self.is_sparse:
             return self.mlp(x, ctx.num_tokens if logits_indices is None else ctx.num_logits_indices), residual
@@ -302,7 +358,7 @@ class Decoder(Layer):
         )
 
     def build_derived(
-        self, changed: Collection[str] | None = None, packed: Mapping[str, Gemm] | None = None
+        self, changed: Collection[str] | None = None, packed: Mapping[str, Derived] | None = None
     ) -> int:
         """Derive tensors from the weights (packed copies) and return their bytes.
 
@@ -310,33 +366,37 @@ class Decoder(Layer):
         changed parameters; None means all. What :meth:`pack` has made of them before may be given, by name.
         """
         derived = self.rotary.build_derived(self.embed.weight.device)
-        made = {self.get_parameter(name): gemm for name, gemm in (packed or {}).items()}
-        for module in self._changed_by(changed):
+        made: dict[Tensor, Derived] = {
+            self.get_parameter(name): copy for name, copy in (packed or {}).items()
+        }
+        values: set[Tensor] | None = None
+        if changed is not None and self.embed.weight.is_cuda and not self.deterministic:
+            # Generation stands still meanwhile after an update. Only the norms of queries and keys derive
+            # anything here, and to derive all takes 0.3 ms; to look up which have changed would take 7 ms.
+            modules: Sequence[_Deriving] = [cast(DecoderLayer, layer).attn for layer in self.layers]
+        else:
+            values = None if changed is None else {self.get_parameter(name) for name in changed}
+            modules = self._changed_by(values)
+        for module in modules:
             if isinstance(module, Linear):
-                gemm = made.get(module.get_parameter("weight"))
+                gemm = cast(Gemm | None, made.get(module.get_parameter("weight")))
                 derived += module.build_derived(gemm, deterministic=self.deterministic)
+            elif isinstance(module, MoE):
+                derived += module.build_derived(made, values)
             else:
                 derived += module.build_derived()
         return derived
 
-    def _changed_by(self, changed: Collection[str] | None) -> Iterable[Linear | RMSNorm | Attention]:
-        """Return the modules that derive something from these parameters; None: from any.
-
-        Generation stands still meanwhile after an update. On CUDA only the norms of queries and keys derive
-        anything, and to derive all of them takes 0.3 ms; to look up which have changed would take 7 ms.
-        """
-        if changed is None:
-            return [module for module in self.modules() if isinstance(module, (Linear, RMSNorm, Attention))]
-        if self.embed.weight.is_cuda and not self.deterministic:
-            return [cast(DecoderLayer, layer).attn for layer in self.layers]
-        values = {self.get_parameter(name) for name in changed}
+    def _changed_by(self, changed: set[Tensor] | None) -> list[_Deriving]:
+        """Return the modules that derive something from these parameters; None: from any."""
         return [
             module
             for module in self.modules()
-            if isinstance(module, (Linear, RMSNorm, Attention)) and not values.isdisjoint(module.parameters())
+            if isinstance(module, _Deriving)
+            and (changed is None or not changed.isdisjoint(module.parameters()))
         ]
 
-    def pack(self, name: str, weight: Tensor, scale: Tensor | None = None) -> Gemm | None:
+    def pack(self, name: str, weight: Tensor, scale: Tensor | None = None) -> Derived | None:
         """Return the packed copy of other values of the parameter `name`; None if no layer keeps one.
 
         `scale` are the scales of a parameter in FP8.
@@ -345,6 +405,8 @@ class Decoder(Layer):
         for module in self.modules():
             if isinstance(module, Linear) and module.weight is parameter:
                 return module.pack(weight, scale, deterministic=self.deterministic)
+            if isinstance(module, MoE) and any(each is parameter for each in module.experts.values()):
+                return module.pack(weight, scale)
         return None
 
     def drop_packed(self) -> None:
@@ -352,6 +414,8 @@ class Decoder(Layer):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.drop_packed()
+            elif isinstance(module, MoE):
+                module.packed.clear()
 
 
 def build_model(
@@ -372,7 +436,8 @@ def build_model(
     with torch.device("meta"):
         model = Decoder(config, collectives or Collectives(), moe_backend, deterministic).to(dtype)
         if config.fp8 is not None:
+            routers = {module.router for module in model.layers.modules() if isinstance(module, MoE)}
             for module in model.layers.modules():
-                if isinstance(module, Linear):
+                if isinstance(module, (Linear, MoE)) and module not in routers:
                     module.make_fp8(config.fp8.block)
         return model

@@ -27,7 +27,7 @@ class Destination:
 
     values: Tensor  # in the shape of `source`
     source: Box  # the part's box of the checkpoint's tensor
-    scales: Tensor | None = None  # float32 `[rows, blocks]` of weights in FP8
+    scales: Tensor | None = None  # float32 `[rows, blocks]` of weights in FP8, of several experts one more
     block: int = 0  # see `Scales`
     dtype: torch.dtype | None = None  # of the engine, to which values are cast before they are quantized
 
@@ -38,12 +38,16 @@ class Destination:
 
     def expert(self, place: int) -> Destination:
         """Return the part of one expert, of a part of several."""
-        return replace(self, values=self.values[place], source=self.source[1:])
+        scales = None if self.scales is None else self.scales[place]
+        return replace(self, values=self.values[place], scales=scales, source=self.source[1:])
 
     def write(self, tensor: Tensor) -> None:
         """Copy the part of the whole `tensor`, and cast it or quantize it, beside steps that run."""
         if self.scales is None or tensor.dtype == FP8:
             copy_into(self.values, tensor[self.source])
+        elif tensor.dim() == 3:
+            for place, matrix in enumerate(tensor[self.source[0]]):
+                self.expert(place).write(matrix)
         else:
             self.write_rows(tensor[self.source[0]], 0, in_background=True)
 
@@ -77,6 +81,10 @@ class Destination:
     def write_scales(self, scales: Tensor, shape: tuple[int, ...]) -> None:
         """Write the scales of a checkpoint's tensor of `shape`, whose values are in FP8."""
         assert self.scales is not None
+        if len(shape) == 3:
+            for place, of_expert in enumerate(scales[self.source[0]]):
+                self.expert(place).write_scales(of_expert, shape[1:])
+            return
         rows, columns = self.source
         self.scales.copy_(expand_scales(scales, shape, rows, columns, self.block))
 
@@ -98,10 +106,11 @@ def destination_of(
     values, scales = box_of(view(part.parameter), part), weight_map.scales.get(part.parameter)
     if scales is None:
         return Destination(values=values, source=part.source)
+    rows = view(scales.name)[part.destination[:-1]]
     return Destination(
         values=values,
         source=part.source,
-        scales=view(scales.name)[part.destination[0]],
+        scales=rows if rows.dim() == values.dim() else rows[0],  # see `box_of`
         block=scales.block,
         dtype=dtype,
     )

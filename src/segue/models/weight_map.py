@@ -147,12 +147,12 @@ def build(config: ModelConfig, tp: TPInfo) -> WeightMap:
 
 
 def _add_scales(weight_map: WeightMap, block: int) -> None:
-    """Add the scales of the linear layers of the decoder: of all matrices but embeddings and head."""
+    """Add the scales of the decoder's linear layers and experts: not of embeddings, head and routers."""
     for name, shape in weight_map.parameters.items():
-        if name.startswith("layers.") and len(shape) == 2:
+        if name.startswith("layers.") and len(shape) > 1 and not name.endswith(".router.weight"):
             weight_map.scales[name] = Scales(
-                name=f"{name.removesuffix('weight')}scale",
-                shape=(shape[0], ceil_div(shape[1], block) if block else 1),
+                name=f"{name.removesuffix('weight')}scale" if len(shape) == 2 else f"{name}_scale",
+                shape=(*shape[:-1], ceil_div(shape[-1], block) if block else 1),
                 block=block,
             )
     for name, parts in weight_map.slices.items():
@@ -160,7 +160,9 @@ def _add_scales(weight_map: WeightMap, block: int) -> None:
             columns = part.source[-1]
             if part.parameter not in weight_map.scales or not block:
                 continue
-            if columns.start % block or (columns.stop % block and columns.stop != weight_map.shapes[name][1]):
+            if columns.start % block or (
+                columns.stop % block and columns.stop != weight_map.shapes[name][-1]
+            ):
                 raise TensorParallelError(
                     f"the tensor-parallel size gives this rank columns {columns.start} to {columns.stop} of "
                     f"{name!r}; they must begin and end at multiples of {block}, because blocks of as many "

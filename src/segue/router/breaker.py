@@ -26,9 +26,17 @@ NOT_A_PROBE = 0
 LegEnd = Literal["answered", "connect", "timeout", "cut", "client_left"]
 # What an end says about the worker. neither: nothing.
 Verdict = Literal["success", "failure", "neither"]
-# Error codes of a healthy worker that says no, or whose partner was lost: a prefill worker that dies must not
-# open the breakers of all decode workers.
-REFUSALS = ("overloaded", "paused", "wrong_role", "draining", "kv_peer_lost", "route_not_served")
+# Error codes of a healthy worker that says no, or that has lost its partner or the processes that follow
+# grammars: a prefill worker that dies must not open the breakers of all decode workers.
+REFUSALS = (
+    "overloaded",
+    "paused",
+    "wrong_role",
+    "draining",
+    "kv_peer_lost",
+    "guide_lost",
+    "route_not_served",
+)
 
 
 class BreakerState(Enum):

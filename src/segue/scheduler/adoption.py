@@ -37,9 +37,10 @@ class Adoption:
         """Let each request whose KV has landed decode; KV of other weights is computed again here."""
         handover, leases = self._handover, self._handover.machine.leases
         for lease in leases.landed:
-            if not handover.may_start(lease.rid):
+            request = handover.awaiting[lease.rid]
+            if not (handover.may_start(lease.rid) and self._scheduler.may_guide(request)):
                 continue
-            request, fits = handover.awaiting[lease.rid], _fits(lease, self._scheduler.kv_identity)
+            fits = _fits(lease, self._scheduler.kv_identity)
             if fits is None:
                 if self._is_ahead(lease) and leases.await_weights(lease, now):
                     continue

@@ -155,8 +155,10 @@ class PrefillPlanner:
 
         During a pause of mode ``wait`` only requests that have begun may start again.
         """
-        waiting = self._scheduler.waiting.of(prompt_class)
-        return waiting if self._scheduler.control.admits else [r for r in waiting if r.has_begun]
+        s, waiting = self._scheduler, self._scheduler.waiting.of(prompt_class)
+        if s.control.admits and s.can_guide:
+            return waiting
+        return [r for r in waiting if (s.control.admits or r.has_begun) and s.may_guide(r)]
 
     def _classify_head(self) -> None:
         """Classify the first long prompt anew, from time to time: others may have computed its prefix."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from segue import errors
 from segue.messages.control import SchedulerOutput
+from segue.messages.guided import LostGuide
 from segue.messages.requests import Finished, TokenLogprob
 from segue.messages.steps import NON_FINITE, StepResult
 from segue.scheduler.request import FINISHED, Request, Step
@@ -91,11 +92,15 @@ def _count(s: Scheduler, result: StepResult, num_tokens: int) -> None:
 
 def _end_unguided(s: Scheduler, request: Request, why: str) -> Finished:
     """End a request whose grammar cannot be followed any further."""
+    error: type[errors.SegueError] = errors.GuidedOutputError
+    remedy = "Give a simpler grammar"
+    if isinstance(why, LostGuide):
+        error, remedy = errors.GuideLostError, "Send the request again"
     text = (
         f"the grammar of request {request.rid} cannot be followed behind output token {request.num_outputs}: "
-        f"{why}. Give a simpler grammar or, where a process has ended, send the request again"
+        f"{why}. {remedy}"
     )
-    return s.end(request, "error", message=text, error=errors.GuidedOutputError)
+    return s.end(request, "error", message=text, error=error)
 
 
 def _end_non_finite(s: Scheduler, request: Request, where: str) -> Finished:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any, get_args
 
 from segue import errors
@@ -48,6 +49,8 @@ from segue.scheduler.role import RoleControl
 from segue.scheduler.standby import Standby
 from segue.scheduler.weight_port import WeightPort
 
+GUIDES_LOOK_S = 0.01  # between two looks whether grammars can be followed, while nothing else is to be done
+
 
 class Scheduler:
     """Decides what each step runs. Nothing else starts, retracts or ends a request."""
@@ -77,6 +80,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.now = 0.0  # the caller sets it before a call that has no time of its own
         self.wake_at: float | None = None  # when `plan` may give a step although nothing arrives; None: never
+        self.can_guide = True  # by the caller; False: requests with a grammar are not admitted yet
         self.weights = WeightPort(self)
         self.resources = Resources(limits, publishes=config.warm_kv)
         self.new_token_ratio = NewTokenRatio()
@@ -232,6 +236,10 @@ class Scheduler:
         """Returns the pages that must stay available when a request is admitted."""
         return self._prefill.reserve(newcomer)
 
+    def may_guide(self, request: Request) -> bool:
+        """Whether a request has no grammar, or grammars can be followed now."""
+        return self.can_guide or request.params.grammar is None
+
     def _leave_queue(self, request: Request) -> None:
         self.waiting.remove(request)
 
@@ -332,6 +340,8 @@ class Scheduler:
         if not preempted:
             self.handover.grant(now)
         self.wake_at = self._prefill.fill(step, now, admit=not preempted)
+        if not self.can_guide:
+            self.wake_at = min(self.wake_at or inf, now + GUIDES_LOOK_S)
         if not step.plan.slots:  # there is nothing to run: as if the step had never been planned
             self.in_flight.pop()
             self._step -= 1

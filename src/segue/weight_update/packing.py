@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from segue.host import free_cpu_memory
-from segue.kernels.batch_invariant import Gemm
+from segue.kernels.ops import Derived
 from segue.logs import logger
 from segue.memory.budget import gib
 from segue.weight_update.served import ServedWeights
@@ -23,7 +23,7 @@ class PackedAhead:
 
     def __init__(self, served: ServedWeights) -> None:
         self._served = served
-        self._made: dict[str, Gemm | None] = {}  # by parameter; None: its layer keeps no copy
+        self._made: dict[str, Derived | None] = {}  # by parameter; None: its layer keeps no copy
 
     def make(
         self, names: Iterable[str], view: Callable[[str], Tensor], is_cancelled: Callable[[], bool]
@@ -42,7 +42,8 @@ class PackedAhead:
             return
         given = dict.fromkeys(names)  # in order
         new = [name for name in given if name not in self._made]
-        needed, free = sum(view(name).nbytes for name in new), free_cpu_memory()
+        needed = sum(view(name).numel() for name in new) * self._served.dtype.itemsize
+        free = free_cpu_memory()
         if needed > free:
             logger.info(
                 "the weights are packed in the pause of their commit: packing them before would take %s, and "
@@ -73,13 +74,13 @@ class PackedAhead:
         """Forget all copies."""
         self._made.clear()
 
-    def take(self, names: Collection[str]) -> dict[str, Gemm]:
+    def take(self, names: Collection[str]) -> dict[str, Derived]:
         """Return the copies of these parameters, as far as they are made, and forget all."""
         made, self._made = self._made, {}
-        return {name: gemm for name, gemm in made.items() if gemm is not None and name in names}
+        return {name: copy for name, copy in made.items() if copy is not None and name in names}
 
 
-def _result_or_error(work: Callable[[], Gemm | None]) -> Gemm | Exception | None:
+def _result_or_error(work: Callable[[], Derived | None]) -> Derived | Exception | None:
     try:
         return work()
     except Exception as error:

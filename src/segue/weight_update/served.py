@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from segue.distributed.info import TPInfo
-from segue.kernels.batch_invariant import Gemm
+from segue.kernels.ops import Derived
 from segue.memory.arena import Arena, TensorSpec
 from segue.memory.rank_memory import RankMemory
 from segue.models.config import ModelConfig
@@ -35,10 +35,10 @@ class ServedWeights:
     # has run, or on CUDA when it was launched.
     submit: Callable[[Callable[[], Any]], Future[Any]]
     # Rebuilds everything derived from these parameters; copies of those that are packed already are given.
-    rebuild: Callable[[Collection[str], Mapping[str, Gemm]], object]
+    rebuild: Callable[[Collection[str], Mapping[str, Derived]], object]
     # Returns the packed copy of new values of a parameter (and of the scales of one in FP8), if its layer
     # keeps one; None: no layer does.
-    pack: Callable[[str, Tensor, Tensor | None], Gemm | None] | None = None
+    pack: Callable[[str, Tensor, Tensor | None], Derived | None] | None = None
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     # Repository on the hub -> its revision that is served; of others the main branch is read.
     revisions: Mapping[str, str] = field(default_factory=dict)

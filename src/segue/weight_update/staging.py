@@ -355,7 +355,7 @@ class Incoming:
             if self._scales:
                 expand_scales(torch.ones(1, device=memory.device), (1, 1), slice(0, 1), slice(0, 1), 0)
             fp8 = [each for name, each in self._sent.items() if served.weight_map.is_fp8(name)]
-            for dtype, width in {(dtype, shape[1]) for dtype, shape in fp8 if dtype != FP8}:
+            for dtype, width in {(dtype, shape[-1]) for dtype, shape in fp8 if dtype != FP8}:
                 count = rows_at_a_time(width, memory.device, in_background=True)
                 rows = torch.zeros(count, width, dtype=dtype, device=memory.device)
                 quantize(rows.to(served.dtype), max(each.block for each in served.weight_map.scales.values()))

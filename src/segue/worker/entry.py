@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import sys
 import threading
@@ -20,15 +21,16 @@ from segue.kernels.compile_processes import can_compile, import_triton
 def main() -> None:
     """Run :func:`segue.worker.main.main`, and end the process; an error of it is raised."""
     gc.disable()
+    spec = json.loads(sys.stdin.buffer.readline())
     beside = threading.Thread(target=_prepare, name="segue-prepare", daemon=True)
-    if has_gpu := can_compile():
+    if has_gpu := spec["config"]["device"] != "cpu" and can_compile():
         beside.start()
     from segue.worker.main import main as work
 
     if has_gpu:
         beside.join()  # the next step may be a fork
     collect_from_now_on()
-    work()
+    work(spec)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all that needs an end has had it

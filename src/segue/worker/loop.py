@@ -133,6 +133,8 @@ class SchedulerLoop:
             self._receive(block=idle)
             if in_flight:
                 self._wait_for_turn(in_flight[0])
+            if self._has_vocabulary:
+                self.scheduler.can_guide = self.runner.can_guide()
             plan = self.scheduler.plan(time.monotonic())
             self._forget_settled()
             if plan is not None:

@@ -6,10 +6,8 @@ open as a lifeline: when it closes, the worker ends. If the frontend has ended, 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 from contextlib import ExitStack, closing
 from functools import partial
@@ -285,11 +283,10 @@ def _watch_lifeline() -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """What a worker process does; returns once it has been told to end."""
+def main(spec: dict[str, Any]) -> None:
+    """What a worker process does, as ``spec`` says; returns once it has been told to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
     end_with_parent()
-    spec = json.loads(sys.stdin.buffer.readline())
     if os.getppid() != spec["parent"]:  # it ended before the kernel knew that this process must end with it
         os._exit(0)
     config = EngineConfig(**spec["config"])

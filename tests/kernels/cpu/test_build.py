@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from segue.kernels.cpu import build
 from segue.kernels.cpu.build import kernels
+from tests.conftest import WaitUntil
 
 
 @pytest.fixture
@@ -38,10 +41,27 @@ def test_without_a_compiler_there_are_no_kernels(
     assert "up to twice as long" in caplog.text
 
 
-def test_a_compiler_that_hangs_is_named(compiler: pytest.MonkeyPatch) -> None:
-    compiler.setenv("CXX", "sh -c 'echo wait >&2; exec sleep 60'")
-    compiler.setattr(build, "_COMPILE_S", 0.2)
-    assert "sh did not end within 0.2 s; set CXX" in build.kernels.__wrapped__().why_not
+def test_a_compiler_that_hangs_is_named_and_killed_with_its_children(
+    compiler: pytest.MonkeyPatch, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """The command is a driver; its child, which compiles, has another process id."""
+    script, pid = tmp_path / "cxx", tmp_path / "pid"
+    script.write_text(
+        f"#!/bin/sh\necho wait >&2\nsleep 600 &\necho $! > {pid}.new\nmv {pid}.new {pid}\nwait\n"
+    )
+    script.chmod(0o755)
+    compiler.setenv("CXX", str(script))
+    communicate = subprocess.Popen.communicate
+
+    def wait_for_the_child(*args: Any, **kwargs: Any) -> object:
+        wait_until(pid.exists)
+        return communicate(*args, **kwargs)
+
+    compiler.setattr(subprocess.Popen, "communicate", wait_for_the_child)
+    compiler.setattr(build, "_COMPILE_S", 0.1)
+    assert "cxx did not end within 0.1 s; set CXX" in build.kernels.__wrapped__().why_not
+    child = Path("/proc") / pid.read_text().strip() / "stat"
+    wait_until(lambda: not child.exists() or ") Z " in child.read_text(), what="the child is killed, too")
 
 
 def test_a_cache_that_cannot_be_written_is_named(compiler: pytest.MonkeyPatch, tmp_path: Path) -> None:

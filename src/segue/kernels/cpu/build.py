@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
@@ -127,16 +128,26 @@ def _run(command: list[str]) -> None:
     Raises:
         subprocess.SubprocessError: it failed; says why in its own words, or that it did not end.
     """
-    try:
-        subprocess.run(
-            command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise subprocess.SubprocessError(
-            f"{command[0]} did not end within {_COMPILE_S:g} s; set CXX to another compiler"
-        ) from error
-    except subprocess.CalledProcessError as error:
-        raise subprocess.SubprocessError(error.stderr.strip()[-500:] or str(error)) from error
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as driver:
+        try:
+            _, told = driver.communicate(timeout=_COMPILE_S)
+        except BaseException as error:
+            os.killpg(driver.pid, signal.SIGKILL)  # also its children, which do the work
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise subprocess.SubprocessError(
+                    f"{command[0]} did not end within {_COMPILE_S:g} s; set CXX to another compiler"
+                ) from error
+            raise
+    if driver.returncode:
+        failed = subprocess.CalledProcessError(driver.returncode, command)
+        raise subprocess.SubprocessError(told.strip()[-500:] or str(failed))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""GEMMs by a weight in FP8: few rows stream the weight, many rows use the tensor cores' FP8.
+"""GEMMs of few rows by a weight in FP8, which stream the weight.
 
-For few rows the time is that of reading the weight, which takes half as long as in bfloat16. The kernel here
-turns the weight to the dtype of the activations in registers, and multiplies by the scales once the products
-are summed. So activations are not quantized. Its tiles were not tuned.
+For few rows the time is that of reading the weight, which takes half as long as in bfloat16. One kernel has
+two ways to multiply, and the start of an engine times both (`plan_timing.py`):
 
-For many rows and a large weight the time is that of the multiplications. There the tokens are quantized too,
-each by its greatest value, and `torch._scaled_mm` multiplies in FP8. Devices, shapes and scales that it does
-not support use the kernel here.
+- It turns the weight to the dtype of the activations in registers (`from_fp8`).
+- The tensor cores multiply in FP8, and each token is the sum of two numbers in FP8, which together have the
+  8 significant bits of bfloat16. So nothing is done to the weight, and twice as much is multiplied.
+
+Both multiply by the scales once products are summed, and give results as precise as bfloat16.
+
+For many rows and a large weight `fp8_tokens.py` multiplies in FP8. What that does not support, and with many
+rows small weights, takes the kernel here.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,28 +20,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.fp8 import FP8, MAX, MAX_INVERSE, SMALLEST_SCALE
-from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
+from segue.kernels.plan_store import found_plans, lookup
+from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens, takes_fp8
+from segue.kernels.triton.gemm import silu_mul_tile
+from segue.kernels.triton.launch import (
+    launch_options,
+    num_sms,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch,
+    prefetched_steps,
+)
 
-_MAX_SMALL_M = 64
-_MIN_WEIGHTS = 1 << 22  # of a smaller weight the GEMM is too short to be worth a kernel that quantizes tokens
-_COLUMNS = tl.constexpr(4096)  # per step of a program that quantizes a token
-_MAX, _MAX_INVERSE, _SMALLEST_SCALE = (tl.constexpr(each) for each in (MAX, MAX_INVERSE, SMALLEST_SCALE))
+# Four numbers in FP8 (e4m3) to bfloat16. Two bytes each are put into the upper halves of 16 bits, and all but
+# the sign is shifted to where bfloat16 has the lowest 4 bits of its exponent and the highest 3 of its
+# mantissa. That is the number times 2**-120, subnormal or not, so its product with 2**120 is exact. NaN,
+# which no weight has, becomes 480. By the device's own conversions it would take four times as long.
+_FP8_TO_BFLOAT16 = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, e, f;
+mov.b32 e, 0x7b807b80;
+mov.b32 f, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, c, 0x80008000, 0xe4;
+lop3.b32 b, b, d, 0x80008000, 0xe4;
+and.b32 a, a, 0x87f087f0;
+and.b32 b, b, 0x87f087f0;
+fma.rn.bf16x2 $0, a, e, f;
+fma.rn.bf16x2 $1, b, e, f;
+}
+""")
 
 
-@dataclass(frozen=True, slots=True)
-class FP8Plan:
-    """The tile, split and launch options of one GEMM; see `segue.kernels.triton.gemm.GemmPlan`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    stages: int
-    warps: int
+@triton.jit
+def from_fp8(w, dtype: tl.constexpr):
+    """Returns numbers in FP8 in `dtype`, exactly."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_FP8_TO_BFLOAT16, "=r,=r,r", [w], tl.bfloat16, is_pure=True, pack=4)
+    return w.to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _split_tokens(t):
+    """Returns tokens `[BM, BK]` as `(high + low / 16) * scale`: both in FP8, and `[BM]` powers of two."""
+    t = t.to(tl.float32)
+    exponents = tl.max(tl.abs(t), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    exponents = tl.maximum(exponents, 0x10000000)  # of zeros
+    up = (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)  # the inverse of the scale
+    t *= up[:, None]
+    high = t.to(tl.float8e4nv)
+    low = ((t - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
+    return high, low, exponents.to(tl.float32, bitcast=True) * 0.0078125
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetched"])
 def _fp8_gemm(
     x,
     weight,
@@ -48,84 +87,85 @@ def _fp8_gemm(
     num_rows,
     size,
     depth,
+    prefetched,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    FP8_TOKENS: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one tile of `x @ weight.T`, or with SPLITS > 1 of one of its split-K partials.
+    """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
-    Rows of the weight, from registers, fill the tensor cores' rows. With BLOCK, as many columns of a row of
-    the weight have a scale: it is a multiple of BK, or divides it.
+    With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
+    EVEN: tiles divide the weight. Before it waits, a program may prefetch the weight of `prefetched` steps.
+    With FP8_TOKENS the accumulator is transposed: rows of the weight fill the tensor cores' 64 rows, as FP8
+    needs it. GATED: rows of the gate and of the up projection alternate in a tile, and half as many columns,
+    `size`, are stored.
     """
-    n, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
+    r, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m, k = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BK)
-    is_row, is_token = n < size, m < num_rows
+    if GATED:
+        n, is_row = r // 2 + (r % 2) * size, r < 2 * size
+    else:
+        n, is_row = r, r < size
+    is_token = m < num_rows
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
-    tokens = x + m[None, :].to(tl.int64) * depth + k[:, None]
+    tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
     num_scales = tl.cdiv(depth, BLOCK) if BLOCK else 1
     scale = scales + n.to(tl.int64) * num_scales
-    share = tl.cdiv(tl.cdiv(depth, BK), SPLITS) * BK
+    share = tl.cdiv(tl.cdiv(depth, BK), tl.num_programs(1)) * BK
+    if EVEN and PDL and BK >= 128:  # the smallest tiles belong to many rows
+        length = tl.minimum(prefetched * BK, tl.minimum(share, depth - split * share))
+        prefetch(weight + n.to(tl.int64) * depth + split * share, length, BK)
     pdl_wait(PDL)
-    acc = tl.zeros((BN, BM), tl.float32)
+    acc = tl.zeros((BN, BM) if FP8_TOKENS else (BM, BN), tl.float32)
     for start in tl.range(split * share, tl.minimum((split + 1) * share, depth), BK, num_stages=STAGES):
-        inside = k < BK if EVEN_K else start + k < depth
-        w = tl.load(weights + start, mask=is_row[:, None] & inside[None, :], other=0.0)
-        t = tl.load(tokens + start, mask=is_token[None, :] & inside[:, None], other=0.0)
-        if not BLOCK:
-            acc = tl.dot(w.to(t.dtype), t, acc)
-        elif BLOCK % BK == 0:
-            factor = tl.load(scale + start // BLOCK, mask=is_row, other=0.0)
-            acc += tl.dot(w.to(t.dtype), t) * factor[:, None]
+        if EVEN:
+            w = tl.load(weights + start)
+            t = tl.load(tokens + start, mask=is_token[:, None], other=0.0)
         else:
+            inside = start + k < depth
+            w = tl.load(weights + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+            t = tl.load(tokens + start, mask=is_token[:, None] & inside[None, :], other=0.0)
+        if BLOCK and BLOCK % BK:  # short blocks
             block = start // BLOCK + tl.arange(0, BK // BLOCK)
             here = is_row[:, None] & (block < num_scales)[None, :]
             factor = tl.load(scale[:, None] + block[None, :], mask=here, other=0.0)
             wide = tl.reshape(w.to(tl.float32), (BN, BK // BLOCK, BLOCK)) * factor[:, :, None]
-            acc = tl.dot(tl.reshape(wide, (BN, BK)).to(t.dtype), t, acc)
+            acc = tl.dot(t, tl.reshape(wide, (BN, BK)).to(t.dtype).T, acc)
+        elif FP8_TOKENS:
+            high, low, of_tokens = _split_tokens(t)
+            product = (tl.dot(w, high.T) + tl.dot(w, low.T) * 0.0625) * of_tokens[None, :]
+            if BLOCK:
+                product *= tl.load(scale + start // BLOCK, mask=is_row, other=0.0)[:, None]
+            acc += product
+        elif BLOCK:
+            factor = tl.load(scale + start // BLOCK, mask=is_row, other=0.0)
+            acc += tl.dot(t, from_fp8(w, t.dtype).T) * factor[None, :]
+        else:
+            acc = tl.dot(t, from_fp8(w, t.dtype).T, acc)
     pdl_launch_dependents(PDL)
     if not BLOCK:
-        acc *= tl.load(scale, mask=is_row, other=0.0)[:, None]
-    if bias is not None:
+        scale = tl.load(scales + n, mask=is_row, other=0.0)
+        acc *= scale[:, None] if FP8_TOKENS else scale[None, :]
+    if GATED:
+        n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        if FP8_TOKENS:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 2, 2, BM)), (0, 2, 1)))
+        else:
+            gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+        acc = silu_mul_tile(gate, up)
+    elif bias is not None:
         if split == 0:
-            acc += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    at = out + (split * num_rows + m[None, :]).to(tl.int64) * size + n[:, None]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
-
-
-@triton.jit
-def _quantize_tokens(x, out, scales, depth, PDL: tl.constexpr):
-    """Write one row of `x` in FP8, and its scale; see `segue.kernels.fp8.quantize`."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, _COLUMNS)
-    x += row * depth
-    out += row * depth
-    pdl_wait(PDL)
-    most = tl.zeros((_COLUMNS,), tl.float32)
-    for start in range(0, depth, _COLUMNS):
-        i = start + columns
-        most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32)))
-    scale = tl.maximum(tl.max(most) * _MAX_INVERSE, _SMALLEST_SCALE)
-    for start in range(0, depth, _COLUMNS):
-        i = start + columns
-        values = tl.div_rn(tl.load(x + i, mask=i < depth, other=0.0).to(tl.float32), scale)
-        values = tl.minimum(tl.maximum(values, -_MAX), _MAX)
-        tl.store(out + i, values.to(out.dtype.element_ty), mask=i < depth)
-    pdl_launch_dependents(PDL)
-    tl.store(scales + row, scale)
-
-
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `x` `[M, K]` in FP8, and the scale of each row, float32 `[M, 1]`."""
-    out = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
-    _quantize_tokens[(len(x),)](
-        x=x.contiguous(), out=out, scales=scales, depth=x.shape[1], **launch_options(4, len(x))
-    )
-    return out, scales
+            b = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+            acc += b[:, None] if FP8_TOKENS else b[None, :]
+    m, n = (m[None, :], n[:, None]) if FP8_TOKENS else (m[:, None], n[None, :])
+    at = out + (split * num_rows + m).to(tl.int64) * size + n
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(n < size) & (m < num_rows))
 
 
 def fp8_linear(
@@ -141,54 +181,54 @@ def fp8_linear(
         bias: `[N]`.
         may_split: whether the result may be split-K partials.
     """
-    if len(x) > _MAX_SMALL_M and not block and can_multiply_in_fp8(*weight.shape, x.dtype):
-        tokens, of_tokens = quantize_tokens(x)
-        return torch._scaled_mm(
-            tokens, weight.T, scale_a=of_tokens, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
-        )
-    plan = choose_fp8(len(x), x.shape[1], len(weight), num_sms(x.device), may_split)
+    if takes_fp8(len(x), weight, block, x.dtype):
+        return multiply_in_fp8(quantize_tokens(x, block), weight, scales, bias)
+    (rows, depth), size = x.shape, len(weight)
+    shape = FP8Shape(rows, size, depth, block, "split" if may_split else "whole")
+    plan = choose_fp8(shape, x.dtype) or default_plan(shape, num_sms(x.device))
     return run_fp8(plan, x, weight, scales, block, bias)
 
 
-@cache
-def can_multiply_in_fp8(size: int, depth: int, dtype: torch.dtype) -> bool:
-    """Returns whether `torch._scaled_mm` is to multiply by a weight `[size, depth]` with a scale per row."""
-    if size * depth < _MIN_WEIGHTS:
-        return False
-    fits = size % 16 == 0 and depth % 16 == 0 and dtype == torch.bfloat16
-    return fits and torch.cuda.get_device_capability() >= (9, 0)
+def fp8_gate_up_silu(x: Tensor, weight: Tensor, scales: Tensor, block: int) -> Tensor | None:
+    """Returns `silu(gate) * up` of `x @ weight.T`, `[M, I]`; None where one kernel is not faster.
+
+    `weight` is `[2 * I, K]`, gate rows first; for the other arguments see `fp8_linear`.
+    """
+    (rows, depth), size = x.shape, len(weight)
+    plan = choose_fp8(FP8Shape(rows, size, depth, block, "gated"), x.dtype)
+    return None if plan is None else run_fp8(plan, x, weight, scales, block, None, gated=True)
 
 
 @cache
-def choose_fp8(num_rows: int, depth: int, size: int, num_sms: int, may_split: bool) -> FP8Plan:
-    """Returns the plan of a GEMM `[num_rows, depth]` by `[size, depth]`; K is split to keep all SMs busy."""
-    is_small, splits = num_rows <= _MAX_SMALL_M, 1
-    block_m = max(16, triton.next_power_of_2(num_rows)) if is_small else 128
-    block_n = 64 if is_small or triton.cdiv(num_rows, 128) * triton.cdiv(size, 128) < num_sms else 128
-    programs = triton.cdiv(num_rows, block_m) * triton.cdiv(size, block_n)
-    while may_split and programs * splits < 2 * num_sms and depth >= 2 * splits * 512:
-        splits *= 2
-    if is_small:
-        return FP8Plan(block_m, block_n, block_k=128, splits=splits, stages=4, warps=4)
-    return FP8Plan(block_m, block_n, block_k=64, splits=splits, stages=3, warps=8)
-
-
-def row_steps() -> set[int]:
-    """Returns the numbers of rows up to which the kernels of a GEMM are the same."""
-    return {16, 32, _MAX_SMALL_M}
+def choose_fp8(shape: FP8Shape, dtype: torch.dtype) -> FP8Plan | None:
+    """Returns the plan that the start found for a GEMM of activations in `dtype`, or None."""
+    if shape.rows > MAX_FEW_ROWS or dtype != torch.bfloat16:
+        return None
+    plan = lookup([(found_plans(), shape.kind)], shape.key, shape.rows)
+    return FP8Plan(**plan) if plan else None
 
 
 def run_fp8(
-    plan: FP8Plan, x: Tensor, weight: Tensor, scales: Tensor, block: int, bias: Tensor | None
+    plan: FP8Plan,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    block: int,
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Run the kernel with `plan`; returns split-K partials, float32 `[splits, M, N]`, if it splits K.
 
-    For the other arguments see `fp8_linear`.
+    With `gated` see `fp8_gate_up_silu`: the plan does not split K, and there is no bias. For the other
+    arguments see `fp8_linear`.
     """
-    (num_rows, depth), size = x.shape, len(weight)
+    (num_rows, depth), num_columns = x.shape, len(weight)
+    size = num_columns // 2 if gated else num_columns
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
-    grid = (triton.cdiv(size, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
+    grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
+    step_bytes = plan.block_n * plan.block_k
     _fp8_gemm[grid](
         x=x.contiguous(),
         weight=weight,
@@ -198,13 +238,15 @@ def run_fp8(
         num_rows=num_rows,
         size=size,
         depth=depth,
+        prefetched=prefetched_steps(num_rows, grid[0] * grid[1] * grid[2], step_bytes),
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
-        SPLITS=plan.splits,
         STAGES=plan.stages,
         BLOCK=block,
-        EVEN_K=depth % plan.block_k == 0,
+        EVEN=num_columns % plan.block_n == 0 and depth % plan.block_k == 0,
+        FP8_TOKENS=plan.fp8_tokens,
+        GATED=gated,
         **launch_options(plan.warps, num_rows),
     )
     return out

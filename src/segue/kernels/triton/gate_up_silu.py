@@ -11,12 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.gemm_plan import MAX_GATED_ROWS
 from segue.kernels.triton import gemm
+from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import grouped_tile, load_split_k, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 _COLUMNS = tl.constexpr(1024)  # per program of the activation
+MAX_FP8_COLUMNS = 16384  # that a program's registers hold
 _BM, _BN, _BK = tl.constexpr(128), tl.constexpr(64), tl.constexpr(64)
 _STAGES, _GROUP_M, _WARPS = tl.constexpr(3), tl.constexpr(16), 4
 _MIN_LARGE_M = 2048  # fewer rows give too few tiles for the programs that run at once
@@ -51,6 +54,42 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         **launch_options(4, num_rows),
     )
     return output
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _silu_mul_fp8(
+    gate_up, output, scales, stride, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
+    """Writes `silu(gate) * up` of one row by `store_quantized`: what quantizing the result would give."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = columns < size
+    pdl_wait(PDL)
+    gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    pdl_launch_dependents(PDL)
+    result = silu_mul_tile(gate, up).to(gate_up.dtype.element_ty).to(tl.float32)
+    store_quantized(result, output + row * size, scales + row, stride, inside, BLOCK, GROUP)
+
+
+def silu_mul_fp8(gate_up: Tensor, group: int) -> FP8Tokens:
+    """Returns `silu_mul` of `gate_up` `[T, 2 * I]`, quantized: `[T, I]`. I is at most `MAX_FP8_COLUMNS`.
+
+    For `group` see `block` of `segue.kernels.fp8`.
+    """
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens = empty_tokens(num_rows, size, group, gate_up.dtype, gate_up.device)
+    block = max(triton.next_power_of_2(size), group)
+    _silu_mul_fp8[(num_rows,)](
+        gate_up=gate_up,
+        output=tokens.values,
+        scales=tokens.scales,
+        stride=num_rows,
+        size=size,
+        BLOCK=block,
+        GROUP=group,
+        **launch_options(min(16, max(1, block // 1024)), num_rows),
+    )
+    return tokens
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -11,12 +11,14 @@ successor that starts early and waits on the same SMs costs a third (measured: 3
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from segue.kernels.fp8 import ExpertWeights, FP8Experts, block_of
 from segue.kernels.moe_plan import MoEPlan, MoEShape, TileConfig, default_plan, default_steps
 from segue.kernels.plan_store import found_plans, stored_plans
 from segue.kernels.triton import moe_gemm
@@ -27,14 +29,25 @@ TABLE = Path(__file__).parent / "moe.json"
 KIND = "experts"  # of plans in the cache
 
 
-def _options(config: TileConfig) -> dict[str, int | bool]:
+def _options(config: TileConfig, weight: ExpertWeights) -> dict[str, Any]:
     """Returns the arguments and launch options that all of the GEMMs' kernels take."""
     tile = {"BN": config.block_n, "BK": config.block_k, "STAGES": config.stages}
-    return tile | launch_options(config.warps, None)
+    scales, block = (weight.scales, weight.block) if isinstance(weight, FP8Experts) else (None, 0)
+    return tile | {"scales": scales, "BLOCK": block} | launch_options(config.warps, None)
+
+
+def _values(weight: ExpertWeights) -> Tensor:
+    """Returns the weight as kernels read it, without its scales."""
+    return weight.weight if isinstance(weight, FP8Experts) else weight
 
 
 def run_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, plan: MoEPlan | None = None
+    x: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+    plan: MoEPlan | None = None,
 ) -> Tensor:
     """See `segue.layers.moe_backend.MoEBackend`; without `plan` the stored one is used.
 
@@ -43,7 +56,7 @@ def run_experts(
     """
     (num_experts, hidden, size), (num_tokens, per_token) = down.shape, experts.shape
     if plan is None:
-        plan = choose(MoEShape(num_experts, per_token, size, hidden), num_tokens, x.dtype)
+        plan = choose(MoEShape(num_experts, per_token, size, hidden, block_of(down)), num_tokens, x.dtype)
     if plan.block_m == 1:
         inner = gate_up_by_pair(plan.gate_up, x, gate_up, weights, experts)
         return down_by_token(plan.down, inner, down, experts)
@@ -64,7 +77,7 @@ def run_experts(
 
 
 def gate_up_by_pair(
-    config: TileConfig, x: Tensor, weight: Tensor, weights: Tensor, experts: Tensor
+    config: TileConfig, x: Tensor, weight: ExpertWeights, weights: Tensor, experts: Tensor
 ) -> Tensor:
     """Run the first GEMM, for few tokens: returns the weighted `silu(gate) * up` of each pair, `[T * k, I]`.
 
@@ -75,7 +88,7 @@ def gate_up_by_pair(
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
     moe_gemm.gate_up_by_pair[(triton.cdiv(size, config.block_n), experts.numel())](
         x=x,
-        weight=weight,
+        weight=_values(weight),
         experts=experts,
         factors=weights,
         inner=inner,
@@ -83,12 +96,12 @@ def gate_up_by_pair(
         size=size,
         num_experts=num_experts,
         K=experts.shape[1],
-        **_options(config),
+        **_options(config, weight),
     )
     return inner
 
 
-def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def down_by_token(config: TileConfig, inner: Tensor, weight: ExpertWeights, experts: Tensor) -> Tensor:
     """Run the second GEMM, for few tokens, and sum over each token's pairs: `[T, H]`.
 
     `inner` is `[T * k, I]`, from `gate_up_by_pair`; `weight` is `[E, H, I]`.
@@ -97,14 +110,14 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: Tensor, experts: Te
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
     moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
         inner=inner,
-        weight=weight,
+        weight=_values(weight),
         experts=experts,
         out=out,
         size=size,
         hidden=hidden,
         num_experts=num_experts,
         K=per_token,
-        **_options(config),
+        **_options(config, weight),
     )
     return out
 
@@ -113,7 +126,7 @@ def gemm_by_tile(
     block_m: int,
     config: TileConfig,
     x: Tensor,
-    weight: Tensor,
+    weight: ExpertWeights,
     weights: Tensor | None,
     order: Tensor,
     tiles: Tensor,
@@ -129,8 +142,8 @@ def gemm_by_tile(
     (num_experts, rows, depth), gated = weight.shape, weights is not None
     size = rows // 2 if gated else rows
     out = torch.empty((len(order), size), dtype=x.dtype, device=x.device)
-    flat, tile = weight.view(num_experts * rows, depth), [config.block_n, config.block_k]
-    if gated and block_m >= 64:  # one TMA load takes rows of the gate and of the up projection
+    flat, tile = _values(weight).view(num_experts * rows, depth), [config.block_n, config.block_k]
+    if gated and block_m >= 64 and isinstance(weight, Tensor):  # one TMA load takes rows of gate and up
         flat, tile = weight.view(num_experts * 2, size, depth), [2, *tile]
 
     def tokens(rows: int) -> Tensor | TensorDescriptor:
@@ -155,7 +168,7 @@ def gemm_by_tile(
         TMA=config.tma,
         EVEN=gated and depth % config.block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **_options(config),
+        **_options(config, weight),
     )
     return out
 

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.fp8 import MAX as FP8_MAX
+from segue.kernels.fp8 import Activations
+from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
@@ -18,18 +20,21 @@ def _add_rms_norm(
     residual,
     weight,
     normed,
+    scales,
     total_out,
     num_rows,
     size,
     eps,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
-    two that holds the `size` columns.
+    two that holds the `size` columns. With `scales` the result is stored in FP8, and its scale, or those of
+    GROUP columns each, there: the bits that quantizing it later would give.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -44,29 +49,39 @@ def _add_rms_norm(
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    tl.store(normed + row * size + columns, wide * rms * scale, mask=inside)
+    result = wide * rms * scale
+    if scales is None:
+        tl.store(normed + row * size + columns, result, mask=inside)
+    else:
+        result = result.to(total_out.dtype.element_ty).to(tl.float32)
+        store_quantized(result, normed + row * size, scales + row, num_rows, inside, BLOCK, GROUP)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, fp8_block: int | None = None
+) -> tuple[Activations, Tensor]:
     """See `segue.kernels.ops.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
-    normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
-    total = torch.empty_like(normed)
-    block = triton.next_power_of_2(size)
+    total = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
+    in_fp8 = None if fp8_block is None else empty_tokens(num_rows, size, fp8_block, total.dtype, x.device)
+    normed = torch.empty_like(total) if in_fp8 is None else in_fp8.values
+    block = max(triton.next_power_of_2(size), fp8_block or 0)
     _add_rms_norm[(num_rows,)](
         x=x,
         residual=residual,
         weight=weight,
         normed=normed,
+        scales=None if in_fp8 is None else in_fp8.scales,
         total_out=total,
         num_rows=num_rows,
         size=size,
         eps=eps,
         SPLITS=x.shape[0] if x.dim() == 3 else 1,
         BLOCK=block,
+        GROUP=fp8_block or 0,
         **launch_options(min(8, max(1, block // 512)), num_rows),
     )
-    return normed, total
+    return normed if in_fp8 is None else in_fp8, total
 
 
 _FP8_MAX = tl.constexpr(FP8_MAX)

@@ -1,47 +1,36 @@
 """Finds the plans of a model's GEMMs and experts at the start of an engine, by timing a few candidates.
 
 Every plan is timed as a chain of GEMMs with different weights in one CUDA graph, so that neither launches nor
-cached weights flatter it, against what runs without a plan in the same chain: cuBLAS, or for experts a plan
-that runs on any device. A plan is only taken if its results are right and it is clearly faster, with the most
-rows that it serves and with the fewest: cuBLAS has tiles for every 8 rows, and ours are padded to a power of
-two. What the budget leaves no time for goes without a plan.
+cached weights flatter it, against what runs without a plan in the same chain: cuBLAS, or for experts and
+weights in FP8 a plan that runs on any device. A plan is only taken if its results are right and it is clearly
+faster, with the most rows that it serves, and beside cuBLAS with the fewest: cuBLAS has tiles for every 8
+rows, and ours are padded to a power of two. What the budget leaves no time for goes without a plan.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from segue.kernels import compilations, gemm_plan, moe_plan
-from segue.kernels.gemm_plan import (
-    ELEMENT,
-    DeviceFacts,
-    GemmPlan,
-    GemmShape,
-    choose_fastest,
-    fewest_rows,
-)
+from segue.kernels import compilations
+from segue.kernels.gemm_plan import choose_fastest
 from segue.kernels.launching import Launch, launched_by
-from segue.kernels.model_gemm import ModelExperts, ModelGemm
-from segue.kernels.moe_plan import MoEPlan
-from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge, stored_plans
-from segue.kernels.triton import gemm, moe
-from segue.kernels.triton.gate_up_silu import silu_mul
+from segue.kernels.model_gemm import Planned
+from segue.kernels.plan_store import PlanCache, Plans, add_found_plans, merge
+from segue.kernels.triton import fp8_gemm, gemm, moe
 from segue.kernels.triton.launch import device_facts
-from segue.kernels.triton.moe_routing import route
+from segue.kernels.triton.plan_tasks import PlanTask, plan_tasks
 from segue.logs import logger
 
-MIN_BYTES = 1 << 20  # a smaller weight takes a few microseconds by any plan
 BUDGET_S = 10.0
 _COMPILING = 0.6  # of the budget: the most that compiling may take
 _CHAIN_S = 3e-4  # seconds of a chain: long enough for the device's clock
@@ -50,126 +39,8 @@ _REPLAYS = 5
 _MAX_ERROR = 2e-2  # greatest difference from the result without a plan, relative to the largest element
 
 
-class _Task(Protocol):
-    """What is to be timed: one GEMM, or the experts of a layer, for one number of rows."""
-
-    @property
-    def plans(self) -> Sequence[Any]:
-        """What to try."""
-
-    @property
-    def compared(self) -> Sequence[Any]:
-        """The plan of ours that the candidates are compared with; none: they are compared with cuBLAS."""
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """Key, number of rows and kind of its plan in tables."""
-
-    @property
-    def seconds(self) -> float:
-        """Roughly how long one run takes."""
-
-    def of_fewest(self) -> _Task | None:
-        """Returns the same task with the fewest rows that its plan serves; None if that is not timed."""
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Returns random inputs."""
-
-    def run(self, plan: Any, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
-        """Run it with a plan, and the weights of one layer; None: what the plans are compared with."""
-
-    def reading(self, plan: Any) -> float:
-        """Returns the microseconds that the reader of the result loses by this plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmTask:
-    """One GEMM with one number of rows."""
-
-    gemm: ModelGemm
-    shape: GemmShape
-    plans: Sequence[GemmPlan]
-    bandwidth: float
-    compared: Sequence[GemmPlan] = ()
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        shape = self.shape
-        return gemm.plan_key(shape.size, shape.depth), str(shape.rows), shape.kind
-
-    @property
-    def seconds(self) -> float:
-        return _gemm_seconds(self.shape, self.bandwidth)
-
-    def of_fewest(self) -> GemmTask | None:
-        rows = max(fewest_rows(self.shape.rows), self.gemm.first_rows)
-        return replace(self, shape=replace(self.shape, rows=rows)) if rows < self.shape.rows else None
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        weight = self.gemm.weights[0]
-        return (torch.randn(self.shape.rows, self.shape.depth, device=weight.device).to(weight.dtype),)
-
-    def run(self, plan: GemmPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
-        (x,), own, gated = inputs, self.gemm, self.shape.kind == "gated"
-        weight = own.weights[copy % len(own.weights)]
-        if plan is not None:
-            return gemm.run(plan, x, weight, own.bias, own.dtype, gated=gated)
-        if own.dtype != x.dtype:
-            return torch.mm(x, weight.T, out_dtype=own.dtype)
-        result = F.linear(x, weight, own.bias)
-        return silu_mul(result, own.dtype) if gated else result
-
-    def reading(self, plan: GemmPlan) -> float:
-        """Split-K partials are written and read as float32, and a whole result as bfloat16."""
-        num_bytes = plan.splits * 4 - ELEMENT if plan.splits > 1 else 0
-        return num_bytes * self.shape.rows * self.shape.size / self.bandwidth * 1e6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExpertsTask:
-    """The experts of a layer with one number of tokens."""
-
-    experts: ModelExperts
-    tokens: int
-    plans: Sequence[MoEPlan]
-    bandwidth: float
-
-    @property
-    def compared(self) -> Sequence[MoEPlan]:
-        return [moe_plan.default_plan(self.experts.shape, self.tokens, is_float32=False)]
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        return self.experts.shape.key, str(self.tokens), moe.KIND
-
-    @property
-    def seconds(self) -> float:
-        return _experts_seconds(self.experts, self.tokens, self.bandwidth)
-
-    def of_fewest(self) -> None:
-        return None
-
-    def inputs(self) -> tuple[Tensor, ...]:
-        own = self.experts
-        device, shape = own.weights[0][0].device, own.shape
-        x = torch.randn(self.tokens, shape.hidden, device=device).to(torch.bfloat16)
-        logits = torch.randn(self.tokens, shape.num_experts, device=device)
-        return x, *route(logits, shape.per_token, renormalise=True, num_unpadded=None)
-
-    def run(self, plan: MoEPlan | None, inputs: tuple[Tensor, ...], copy: int = 0) -> Tensor:
-        x, weights, experts = inputs
-        own = self.experts
-        plan = plan or self.compared[0]
-        return moe.run_experts(x, *own.weights[copy % len(own.weights)], weights, experts, plan)
-
-    def reading(self, plan: MoEPlan) -> float:
-        return 0.0
-
-
 @torch.inference_mode()
-def find_plans(
-    gemms: Sequence[ModelGemm | ModelExperts], cache: PlanCache, budget_s: float = BUDGET_S
-) -> tuple[Plans, str]:
+def find_plans(gemms: Sequence[Planned], cache: PlanCache, budget_s: float = BUDGET_S) -> tuple[Plans, str]:
     """Find the plans of a model that no stored table has, in the cache or by timing them.
 
     Those that are found are added to the cache, except where not all candidates could be compiled in time.
@@ -220,66 +91,8 @@ def use_plans(plans: Plans) -> None:
     """Let the kernels use these plans, too, for shapes that the stored tables do not have."""
     add_found_plans(plans)
     gemm.choose.cache_clear()
+    fp8_gemm.choose_fp8.cache_clear()
     moe.choose.cache_clear()
-
-
-def plan_tasks(gemms: Sequence[ModelGemm | ModelExperts], known: Plans, device: DeviceFacts) -> list[_Task]:
-    """Returns what is to be timed, in the order of its share of a step."""
-    shares: list[tuple[float, _Task]] = []
-    for own in gemms:
-        if isinstance(own, ModelExperts):
-            shares += [(task.seconds * len(own.weights), task) for task in _experts_tasks(own, known, device)]
-    pending: dict[GemmShape, ModelGemm] = {}
-    for own in gemms:
-        if isinstance(own, ModelGemm) and _is_worth_it(own):
-            key = gemm.plan_key(*own.weights[0].shape)
-            for shape in own.shapes():
-                if shape.kind not in known.get(key, {}).get(str(shape.rows), {}):
-                    pending.setdefault(shape, own)
-
-    def share(shape: GemmShape) -> float:
-        return _gemm_seconds(shape, device.bandwidth) * len(pending[shape].weights)
-
-    ordered = sorted(pending, key=share, reverse=True)
-    for shape, plans in gemm_plan.candidates(ordered, device, gemm.tiles_that_won()).items():
-        if plans:
-            own = pending[shape]
-            task = GemmTask(gemm=own, shape=shape, plans=plans, bandwidth=device.bandwidth)
-            shares.append((share(shape), task))
-    return [task for _, task in sorted(shares, key=lambda each: -each[0])]
-
-
-def _is_worth_it(own: ModelGemm) -> bool:
-    """Whether a GEMM may have plans, has none stored, and is large enough."""
-    weight = own.weights[0]
-    is_large = weight.nbytes >= MIN_BYTES and weight.dtype == torch.bfloat16
-    return is_large and not gemm.has_stored_plan(*weight.shape)
-
-
-def _experts_tasks(own: ModelExperts, known: Plans, device: DeviceFacts) -> Iterator[_ExpertsTask]:
-    """Yield one task per number of tokens."""
-    weight, shape = own.weights[0][0], own.shape
-    is_stored = shape.key in stored_plans(moe.TABLE, device)
-    if is_stored or weight.nbytes < MIN_BYTES or weight.dtype != torch.bfloat16:
-        return
-    measured = stored_plans(moe.TABLE, device, any_size=True)
-    for tokens in moe_plan.TOKENS:
-        plans = moe_plan.candidates(shape, tokens, device, measured)
-        if plans and moe.KIND not in known.get(shape.key, {}).get(str(tokens), {}):
-            yield _ExpertsTask(experts=own, tokens=tokens, plans=plans, bandwidth=device.bandwidth)
-
-
-def _gemm_seconds(shape: GemmShape, bandwidth: float) -> float:
-    """Returns about how long a GEMM takes: reading its weight, and with many rows longer."""
-    return shape.size * shape.depth * ELEMENT / bandwidth * (1 + shape.rows / 256)
-
-
-def _experts_seconds(own: ModelExperts, tokens: int, bandwidth: float) -> float:
-    """Returns about how long the experts take: reading the chosen ones, and with many tokens longer."""
-    shape = own.shape
-    used = min(shape.num_experts, tokens * shape.per_token)
-    each = 3 * shape.size * shape.hidden * ELEMENT
-    return used * each / bandwidth * (1 + shape.pairs(tokens) / 256)
 
 
 class _TooLateError(Exception):
@@ -308,7 +121,7 @@ class _UntilDeadline(Executor):
         self._threads.shutdown(wait, cancel_futures=cancel_futures)
 
 
-def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
+def _compile(tasks: Sequence[PlanTask], deadline: float) -> list[list[list[Any]]]:
     """Compile the kernels of all candidates, several at a time; none begins after the deadline.
 
     The first candidates of all tasks come before the second ones: so at the deadline every task has some.
@@ -319,15 +132,14 @@ def _compile(tasks: Sequence[_Task], deadline: float) -> list[list[list[Any]]]:
     kernels: list[list[list[Any]]] = [[] for _ in tasks]
     with _UntilDeadline(deadline) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
         for task, given in zip(tasks, inputs, strict=True):
-            for plan in task.compared:
-                _kernels(task, plan, given)
+            _kernels(task, None, given)
         for number in range(max(len(task.plans) for task in tasks)):
             for task, given, own in zip(tasks, inputs, kernels, strict=True):
                 own += [_kernels(task, plan, given) for plan in task.plans[number : number + 1]]
     return kernels
 
 
-def _kernels(task: _Task, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
+def _kernels(task: PlanTask, plan: Any, inputs: tuple[Tensor, ...]) -> list[Any]:
     """Start to compile the kernels of a plan, and return them; none is launched."""
     kernels, own = [], threading.get_ident()
 
@@ -357,7 +169,7 @@ def _is_late(kernel: Any) -> bool:
     return isinstance(kernel, Future) and isinstance(kernel.exception(), _TooLateError)
 
 
-def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
+def _fastest(task: PlanTask, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
     """Returns the fastest of some plans, or None if what runs without a plan is as fast.
 
     A plan that is faster for the most rows that it serves has to be so for the fewest, too.
@@ -367,12 +179,12 @@ def _fastest(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None
     return best if fewest is None else _fastest_of(fewest, [best], timer)
 
 
-def _fastest_of(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
+def _fastest_of(task: PlanTask, plans: Sequence[Any], timer: ChainTimer) -> Any | None:
     """Returns the fastest of some plans for the rows of the task alone; None as `_fastest`."""
     inputs = task.inputs()
     expected = task.run(None, inputs)
     copies = int(min(_MAX_CHAIN, max(4, _CHAIN_S / task.seconds)))
-    without = timer(partial(task.run, None, inputs), copies)
+    without = task.reading(None) + timer(partial(task.run, None, inputs), copies)
     times = {}
     for plan in plans:
         try:
@@ -389,8 +201,8 @@ def _fastest_of(task: _Task, plans: Sequence[Any], timer: ChainTimer) -> Any | N
 
 def _error(result: Tensor, expected: Tensor) -> float:
     """Returns the greatest difference, relative to the largest element; infinite with a NaN."""
-    whole = result.sum(0) if result.dim() == 3 else result.float()
-    worst = (whole - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30)
+    whole, expected = (each.sum(0) if each.dim() == 3 else each.float() for each in (result, expected))
+    worst = (whole - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return worst.nan_to_num(float("inf")).item()
 
 
