@@ -15,6 +15,7 @@ from typing import Protocol
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from tests.support.polling import rest
 
@@ -52,6 +53,20 @@ def take_default_signals() -> None:
 
 
 take_default_signals()
+settings.register_profile("each run the same", derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each run of the short tests has the same examples; `make soak` draws others."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("each run the same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test and its fixtures draw the same numbers of torch, whichever tests its process ran before."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

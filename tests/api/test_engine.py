@@ -217,16 +217,19 @@ def test_abort_gives_what_there_is(engine: FakeEngine, wait_until: Any) -> None:
 def test_a_cancelled_call_aborts_its_request(engine: FakeEngine) -> None:
     async def work() -> None:
         task = asyncio.ensure_future(engine.async_generate(["abc"] * 8, LONG))
-        await asyncio.sleep(0.01)
+        while engine._runtime.manager.num_requests < 8:
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(work())
+    engine.pause_generation("in_place")  # it cannot end before it is cancelled
+    asyncio.run(asyncio.wait_for(work(), 60))
+    engine.continue_generation()
 
 
 def test_a_rid_in_flight_twice_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     with start(tiny_model) as engine:
         stream = engine.generate("abc", LONG, stream=True, rid="same")
         next(stream)
@@ -317,7 +320,7 @@ def test_a_shut_down_engine_says_so(tiny_model: Path) -> None:
 
 
 def test_requests_in_flight_end_at_a_shutdown(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     engine = start(tiny_model)
     stream = engine.generate("abc", LONG, stream=True)
     next(stream)

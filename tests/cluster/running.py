@@ -59,7 +59,7 @@ class Running:
         return [int(line.split()[1]) for who, line in self.lines if who == name and line.startswith(word)]
 
     async def until(self, is_so: Callable[[], object], what: str = "the condition") -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not is_so():
             assert time.monotonic() < deadline, f"{what} did not hold: {self.lines}"
             await asyncio.sleep(0.005)

@@ -122,10 +122,10 @@ def test_a_drain_does_not_last_longer_than_its_time(ports: list[int]) -> None:
 
 def test_a_signal_reaches_a_child_that_is_only_being_started(ports: list[int]) -> None:
     async def test() -> None:
-        async with running(stand_in("a", ports[0])) as found:
+        async with running(stand_in("a", ports[0]), stop_s=60.0) as found:
             await asyncio.sleep(0)  # the runner has begun to start it
             found.runner.stop()
-            await asyncio.wait_for(found.done, 3)
+            await asyncio.wait_for(found.done, 30)  # half of the time until it would be killed
 
     asyncio.run(test())
 

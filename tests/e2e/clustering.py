@@ -45,6 +45,15 @@ class Clustered:
         except httpx.HTTPError:  # the router is not there
             return 0
 
+    @contextmanager
+    def starting_nothing(self) -> Iterator[None]:
+        """For the block, a child that ends is not started again: what its end leads to stays to be seen."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
     def children(self, word: str) -> dict[int, list[str]]:
         """The children that run this command, with their command lines."""
         found = {pid: words for pid, words in descendants(self.process.pid).items() if word in words}

@@ -19,6 +19,7 @@ import httpx
 from segue.listener import bind
 from tests.e2e.served import Served, serve
 from tests.support.child import start_child
+from tests.support.held_steps import StepGate
 from tests.support.polling import rest
 
 NAMES = ("p0", "p1", "d0", "d1")
@@ -38,10 +39,11 @@ COUNTERS = re.compile(r"^segue:router_(\w+)_total ([0-9.]+)$", re.MULTILINE)
 
 
 class FiveServers:
-    """The servers. Each keeps its port when it is started again."""
+    """The servers. Each keeps its port when it is started again; `gate` holds the steps of p0."""
 
     def __init__(self, model: Path, logs: Path) -> None:
         self._logs = logs
+        self.gate = StepGate(logs.with_name(f"{logs.name}-steps"))
         self._stack = ExitStack()
         self._options = [f"--{name}={value}" for name, value in OPTIONS.items()]
         self._options += [f"--model={model}", "--deterministic"]
@@ -74,7 +76,8 @@ class FiveServers:
         words = ["--role", role, f"--port={port}", *self._options]
         if role == "prefill":
             words.append("--disaggregation-bootstrap-port=0")
-        served = self._stack.enter_context(serve(*words, log=self._log(name)))
+        gate = self.gate if name == "p0" else None
+        served = self._stack.enter_context(serve(*words, log=self._log(name), gate=gate))
         self._seen.update((served.process.pid, *served.workers()))
         return served
 

@@ -137,6 +137,7 @@ def test_a_trainer_that_knows_no_segue_sends_its_weights(
     gate_of(client).close_after(1000)
     running = client.start(None, greedy(2000), rid="running", input_ids=PROMPTS[0])
     client.until(running_batch_rids=["running"])
+    let_some_more_pass(client)  # it has tokens of the old weights
     trainer.send("go", "done")
     keeps = name in ("prepared", "vllm")  # the others abort the running request
     if keeps:

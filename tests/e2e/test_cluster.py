@@ -34,9 +34,10 @@ def test_workers_and_router_come_back_and_a_drain_lets_requests_end(
         # A worker is killed; the others serve, and it comes back at its address.
         before = cluster.children("serve")
         victim = next(iter(before))
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: cluster.serving() == 1, what="the router notices")
-        assert [cluster.generate().status_code for _ in range(4)] == [200] * 4
+        with cluster.starting_nothing():
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: cluster.serving() == 1, what="the router notices")
+            assert [cluster.generate().status_code for _ in range(4)] == [200] * 4
         wait_until(lambda: cluster.serving() == 2, timeout=60, what="the worker is back")
         after = cluster.children("serve")
         assert victim not in after and sorted(after.values()) == sorted(before.values())
@@ -113,8 +114,9 @@ def test_prefill_and_decode_workers_serve_together_and_come_back(
         assert cluster.generate().status_code == 200 and num_pairs() == 1
         for role in ("prefill", "decode"):
             victim = next(iter(cluster.children(f"--role={role}")))
-            os.kill(victim, signal.SIGKILL)
-            wait_until(lambda: cluster.serving() == 1, what="the router notices")
+            with cluster.starting_nothing():
+                os.kill(victim, signal.SIGKILL)
+                wait_until(lambda: cluster.serving() == 1, what="the router notices")
             wait_until(lambda: cluster.serving() == 2, timeout=60, what="the worker is back")
             before = num_pairs()
             assert cluster.generate().status_code == 200 and num_pairs() == before + 1

@@ -110,8 +110,9 @@ def serve_while_killed(
         for kill in range(kills):
             part = num_requests * (kill + 1) // (kills + 2)
             wait_until(lambda part=part: len(load.replies) >= part, timeout=MOST_S, what=f"{part} replies")
-            kill_a_busy_one(cluster)
-            wait_until(lambda: cluster.serving() == 2, what="the router notices")
+            with cluster.starting_nothing():
+                kill_a_busy_one(cluster)
+                wait_until(lambda: cluster.serving() == 2, what="the router notices")
             wait_until(lambda: cluster.serving() == 3, timeout=60, what="the worker is back")
     finally:
         load.end()

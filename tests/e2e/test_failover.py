@@ -24,6 +24,7 @@ from tests.conftest import WaitUntil
 from tests.e2e.clustering import KEY, clustered, descendants
 from tests.e2e.slabs import slabs_of
 from tests.gms import running as gms
+from tests.support.held_steps import StepGate
 from tests.support.streams import ReplyGroup, every_kind
 
 TOKENS = 360
@@ -34,9 +35,15 @@ NEXT_TOKEN_P50_S, NEXT_TOKEN_P99_S = 0.3, 0.8  # from the kill
 
 
 @pytest.fixture(scope="module")
-def pod(tiny_model: Path) -> Iterator[PodProcess]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    """The gate of the engines' steps."""
+    return StepGate(tmp_path_factory.mktemp("gate") / "steps")
+
+
+@pytest.fixture(scope="module")
+def pod(tiny_model: Path, gate: StepGate) -> Iterator[PodProcess]:
     options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
-    with PodProcess(options) as found:
+    with PodProcess(options, variables=gate.of_all) as found:
         yield found
 
 
@@ -54,14 +61,14 @@ def model_of(pod: PodProcess) -> str:
     ids=["workers, engine", "each part"],
 )
 def test_no_client_notices_more_than_a_pause_when_an_engine_is_killed(
-    pod: PodProcess, wait_until: WaitUntil, parts: tuple[EnginePart, ...]
+    pod: PodProcess, gate: StepGate, wait_until: WaitUntil, parts: tuple[EnginePart, ...]
 ) -> None:
     requests = every_kind(model_of(pod), TOKENS)
     expected = ReplyGroup.send(pod.url, requests).end()
     assert not any(isinstance(each, str) for each in expected), expected
     first: dict[str, int] = {}
     for part in parts:
-        group, times = killed_under_load(pod, wait_until, part)
+        group, times = killed_under_load(pod, gate, wait_until, part)
         for (path, body), reply, without_kill in zip(requests, group.end(), expected, strict=True):
             assert reply == without_kill, f"{part} killed; {path} {body}"
         assert times.successor.engine != times.victim.engine
@@ -196,10 +203,12 @@ def memory_processes(pod: PodProcess) -> dict[str, int]:
 
 
 @pytest.mark.alone
-def test_the_next_token_comes_within_a_third_of_a_second(pod: PodProcess, wait_until: WaitUntil) -> None:
+def test_the_next_token_comes_within_a_third_of_a_second(
+    pod: PodProcess, gate: StepGate, wait_until: WaitUntil
+) -> None:
     found = []
     for _ in range(ATTEMPTS):  # another process may take the cores at such a moment
-        group, times = killed_under_load(pod, wait_until, "front")
+        group, times = killed_under_load(pod, gate, wait_until, "front")
         group.end()
         found.append(sorted(next_parts(group, times)))
         print(f"kill to next token: p50 {median(found[-1]) * 1e3:.0f} ms, worst {found[-1][-1] * 1e3:.0f} ms")
@@ -209,13 +218,32 @@ def test_the_next_token_comes_within_a_third_of_a_second(pod: PodProcess, wait_u
 
 
 def killed_under_load(
-    pod: PodProcess, wait_until: WaitUntil, part: EnginePart
+    pod: PodProcess, gate: StepGate, wait_until: WaitUntil, part: EnginePart
 ) -> tuple[ReplyGroup, TakeoverTimes]:
-    """Send requests of every kind, and kill the engine, or a part of it, in the middle of the replies."""
+    """Send requests of every kind, and kill the engine, or a part of it, in the middle of the replies.
+
+    However late the kill comes, no reply has ended: they begin together, and the engine runs as many steps as
+    make a third of each.
+    """
     pod.wait_for_standby()
-    group = ReplyGroup.send(pod.url, every_kind(model_of(pod), TOKENS))
-    wait_until(lambda: group.have_begun(10), timeout=30, what="the streams have begun")
-    return group, pod.kill_serving(part)
+    requests = every_kind(model_of(pod), TOKENS)
+    with httpx.Client(base_url=pod.url, timeout=60) as http:
+        assert http.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        group = ReplyGroup.send(pod.url, requests)
+
+        def num_waiting() -> int:
+            return int(http.get("/server_info").json()["internal_states"][0]["waiting_queue_size"])
+
+        wait_until(
+            lambda: num_waiting() == len(requests) + 1, what="the requests, of which one has two prompts"
+        )
+        gate.close_after(TOKENS // 3)
+        assert http.post("/continue_generation", json={}).status_code == 200
+    wait_until(lambda: group.have_begun(1), what="the streams have begun")
+    try:
+        return group, pod.kill_serving(part)
+    finally:
+        gate.open()  # the successor has run as many steps at most
 
 
 def next_parts(group: ReplyGroup, times: TakeoverTimes, *, since_s: float | None = None) -> list[float]:
@@ -310,10 +338,10 @@ def test_an_engine_that_hangs_is_killed_by_its_probes_and_its_streams_go_on(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_memory_service_or_a_holder_that_hangs_is_killed_by_its_probes_and_no_client_notices(
-    tiny_model: Path, wait_until: WaitUntil
+    tiny_model: Path, gate: StepGate, wait_until: WaitUntil
 ) -> None:
     options = ["--device=cpu", f"--model={tiny_model}", "--load-format=dummy", "--deterministic"]
-    with PodProcess(options) as pod:
+    with PodProcess(options, variables=gate.of_all) as pod:
         pod.wait_for_standby()
         requests = every_kind(model_of(pod), TOKENS)
         expected = ReplyGroup.send(pod.url, requests).end()
@@ -331,7 +359,7 @@ def test_a_memory_service_or_a_holder_that_hangs_is_killed_by_its_probes_and_no_
         assert ReplyGroup.send(pod.url, requests).end() == expected
         # A takeover does not wait for a service that hangs.
         os.kill(memory_processes(pod)["serve"], signal.SIGSTOP)
-        group, times = killed_under_load(pod, wait_until, "front")
+        group, times = killed_under_load(pod, gate, wait_until, "front")
         assert group.end() == expected and times.record_s < 5
         print(f"beside a service that hangs, a takeover took {times.record_s:.2f} s")
 

@@ -80,11 +80,13 @@ def step_until(fleet: FiveServers, what: str, condition: Callable[[], object]) -
     """Let p0 go on for some steps again and again until it computes the prompt and a condition holds."""
 
     def holds() -> bool:
+        fleet.gate.close_after(2)  # however late the pause comes
         fleet.go_on("p0")
         fleet.pause("p0")
         return "probe" in fleet.state("p0")["chunked_req_rids"] and bool(condition())
 
     fleet.until(what, holds)
+    fleet.gate.open()
 
 
 def prefilled_without_grant(fleet: FiveServers, send: Callable[[], ReadingClient]) -> ReadingClient:

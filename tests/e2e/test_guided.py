@@ -230,8 +230,11 @@ def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
         segue.Engine(model=str(tiny_model), embedded=True, **OPTIONS) as other,
     ):
         other.generate(PROMPTS[0], drawn(1, **LONG[0]))  # from then on the processes are ready
-        gate.close_after(10)
+        other.pause_generation("in_place")
         guided, plain = (pool.submit(other.generate, PROMPTS[row], params[row]) for row in range(2))
+        until(other, waiting_queue_size=2)
+        gate.close_after(10)  # however late the other one came, neither has ended before the kill
+        other.continue_generation()
         until(other, running_batch_size=2)
         (running,) = (each for each in gc.get_objects() if type(each) is _Running and not each.exit_codes())
         running.processes[0].kill()
@@ -244,14 +247,17 @@ def test_after_the_end_of_a_process_the_next_guided_request_is_answered(
 
 @pytest.mark.parametrize("mode", ["finished", "aborted"])
 def test_what_a_grammar_needs_is_freed_with_its_request(
-    engine: segue.Engine, wait_until: WaitUntil, mode: str
+    engine: segue.Engine, wait_until: WaitUntil, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gate = hold_here(tmp_path / "steps", monkeypatch)
     with ThreadPoolExecutor(1) as thread:
-        count = 20 if mode == "finished" else 450
-        reply = thread.submit(engine.generate, PROMPTS[0], drawn(count, regex="[ab]{499}"))
+        if mode == "aborted":
+            gate.close_after(10)
+        reply = thread.submit(engine.generate, PROMPTS[0], drawn(20, regex="[ab]{499}"))
         if mode == "aborted":
             until(engine, running_batch_size=1)
             engine.pause_generation("abort")
+            gate.open()
         assert reason(reply.result()) == ("length" if mode == "finished" else "abort")
     wait_until(lambda: num_matchers() == 0, what="its matcher is freed, although no step follows")
 

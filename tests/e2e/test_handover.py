@@ -16,6 +16,7 @@ from segue.errors import InvalidRequestError
 from segue.frontend import handing_over
 from segue.server.app import create_app
 from tests.e2e.pair import OPTIONS, PAGE_SIZE, Pair, greedy, ids
+from tests.support.held_steps import hold_here
 
 TEXT = "The capital of France is Paris. Hello world, how are you today? " * 4
 
@@ -164,12 +165,16 @@ def test_a_batch(pair: Pair) -> None:
     assert pair.num_adopted == len(prompts)
 
 
-def test_a_stream(pair: Pair) -> None:
+def test_a_stream(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call: dict[str, Any] = {"input_ids": ids(37, seed=21), "sampling_params": greedy(10)}
     whole = list(pair.whole.generate(**call, stream=True))
-    where = pair.where()
+    where, gate = pair.where(), hold_here(tmp_path / "steps", monkeypatch)
+    gate.close_after(6)  # two of the prefill engine, and some of the other one: no stream is over
     pair.threads.submit(pair.prefill.generate, **call, **where)
-    decoded = list(pair.decode.generate(**call, **where, stream=True))
+    stream = pair.decode.generate(**call, **where, stream=True)
+    decoded = [next(stream)]
+    gate.open()
+    decoded += stream
     assert decoded[-1]["output_ids"] == whole[-1]["output_ids"] and decoded[-1]["text"] == whole[-1]["text"]
     assert 1 < len(decoded) <= 10, "tokens that come together are one event"
 

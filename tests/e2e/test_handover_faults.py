@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.e2e.served import Served, greedy, serve
+from tests.support.ports import free_port
 from tests.support.shared_client import shared_client
 from tests.support.tcp_proxy import TcpProxy
 
@@ -57,9 +58,9 @@ class TwoEngines:
         self._files: dict[str, IO[str]] = {}
         self.http = shared_client(timeout=90)
         self.threads = ThreadPoolExecutor(256)
-        self.prefill = self.start("prefill", "--disaggregation-bootstrap-port=0")
+        self.kv_port = free_port()  # nobody gets it while the engine is started again
+        self.prefill = self.start("prefill", f"--disaggregation-bootstrap-port={self.kv_port}")
         self.decode = self.start("decode")
-        self.kv_port = int(self.info(self.prefill)["decided"]["control_address"].rsplit(":", 1)[1])
         self.proxy = TcpProxy(self.kv_port)
         self._expected: dict[tuple[int, int, int], list[int]] = {}
 

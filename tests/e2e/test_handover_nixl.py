@@ -146,8 +146,11 @@ def test_pages_of_a_killed_prefill_engine_come_home_after_a_while(
         seconds: list[Future[Any]] = []
         while not states().get("granted"):  # until the prefill engine is stopped where it may write
             os.kill(pid, signal.SIGCONT)
-            seconds += load()
-            wait_until(lambda: states().get("granted"), what="leases are granted")
+            seconds += (sent := load())
+            wait_until(
+                lambda sent=sent: states().get("granted") or all(each.done() for each in sent),
+                what="leases are granted, or were",
+            )
             os.kill(pid, signal.SIGSTOP)
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)

@@ -58,8 +58,14 @@ def test_a_stopped_worker_is_reported_and_continues_where_it_stopped(
 
 
 def test_sigterm_lets_running_answers_finish(client: Client) -> None:
-    reply = client.begin(STORY, greedy(COUNT), "whole")  # it runs: a request on its way may come too late
-    stream = client.stream(STORY, greedy(COUNT))
+    assert client.gate is not None
+    client.pause("in_place")
+    reply = client.start(STORY, greedy(COUNT), rid="whole")
+    client.waiting("whole")  # a request on its way may come too late
+    stream = client.stream(STORY, greedy(COUNT), rid="stream")
+    client.waiting("whole", "stream")
+    client.gate.close_after(COUNT - 1)  # they begin together, and neither can end
+    client.proceed()
     stream.wait(5)
     client.served.process.send_signal(signal.SIGTERM)
     while True:
@@ -69,8 +75,7 @@ def test_sigterm_lets_running_answers_finish(client: Client) -> None:
     assert response.json()["status"] == "draining"
     refused = httpx.post(f"{client.served.url}/generate", json={"text": STORY})
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-    assert client.gate is not None
-    client.gate.open()  # `begin` has closed it
+    client.gate.open()
     for ended in (stream.result(), reply.result(30)):
         assert ended["meta_info"]["finish_reason"]["type"] == "length"
         assert len(ended["output_ids"]) == COUNT

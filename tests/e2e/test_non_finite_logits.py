@@ -15,6 +15,7 @@ import segue
 from segue.errors import NonFiniteLogitsError
 from tests.e2e.overflowing_model import POISON, write_overflowing_model
 from tests.e2e.served import Served, serve
+from tests.support.held_steps import StepGate
 
 OPTIONS = {"dtype": "float32", "page_size": 4, "num_kv_tokens": 2048}
 CLEAN, POISONED = [70, 71, 72, 73, 74, 75], [70, 71, 72, 73, POISON, 75]
@@ -39,9 +40,15 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, log: Path) -> Iterator[Served]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    """The gate of the server's steps."""
+    return StepGate(tmp_path_factory.mktemp("gate") / "steps")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, log: Path, gate: StepGate) -> Iterator[Served]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    with log.open("w") as file, serve("--model", str(model), *options, log=file) as served:
+    with log.open("w") as file, serve("--model", str(model), *options, log=file, gate=gate) as served:
         yield served
 
 
@@ -123,22 +130,26 @@ def test_http_answers_500_with_the_code(served: Served) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "non_finite_logits")
 
 
-def test_a_stream_ends_with_an_error_event(served: Served) -> None:
-    native = generate(served, CLEAN, stream=True, params={"sampling_seed": 1, **SOON_POISON})
-    *before, last = events(native.text)
+def streamed(served: Served, gate: StepGate, path: str, **body: Any) -> str:
+    """Returns a stream's lines. The tokens behind the first ones come once the client has an event."""
+    gate.close_after(5)
+    with httpx.stream("POST", f"{served.url}{path}", json=body | {"stream": True}, timeout=30) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+        gate.open()
+        return "\n".join([first, *lines])
+
+
+def test_a_stream_ends_with_an_error_event(served: Served, gate: StepGate) -> None:
+    params = {"ignore_eos": True, "sampling_seed": 1, **SOON_POISON}
+    native = streamed(served, gate, "/generate", input_ids=CLEAN, sampling_params=params)
+    *before, last = events(native)
     assert (last["object"], last["type"]) == ("error", "non_finite_logits")
     assert len(before[-1]["output_ids"]) > 5
-    body = {
-        "model": "tiny",
-        "prompt": CLEAN,
-        "ignore_eos": True,
-        "stream": True,
-        "seed": 1,
-        "logit_bias": SOON_POISON["logit_bias"],
-    }
-    reply = httpx.post(f"{served.url}/v1/completions", json=body | {"max_tokens": 300}, timeout=30)
-    assert events(reply.text)[-1]["error"]["code"] == "non_finite_logits"
-    assert "[DONE]" not in native.text + reply.text
+    body = {"model": "tiny", "prompt": CLEAN, "ignore_eos": True, "seed": 1, "max_tokens": 300}
+    reply = streamed(served, gate, "/v1/completions", **body, logit_bias=SOON_POISON["logit_bias"])
+    assert events(reply)[-1]["error"]["code"] == "non_finite_logits"
+    assert "[DONE]" not in native + reply
 
 
 def test_a_stream_that_fails_before_its_first_token_is_a_500(served: Served) -> None:

@@ -19,6 +19,7 @@ from bench.disconnects import soak
 from bench.tools import is_perfect, measure, write_template
 from tests.conftest import WaitUntil, is_within
 from tests.e2e.served import MODEL, Served, serve
+from tests.support.held_steps import StepGate
 from tests.support.tiny_model import write_model
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
@@ -181,11 +182,15 @@ def test_metrics_count_generated_tokens(served: Served) -> None:
     assert tokens >= 4
 
 
-def test_a_higher_priority_overtakes_the_queue(small: list[str], wait_until: WaitUntil) -> None:
-    with serve("--max-running-requests", "1", *small) as served:
+def test_a_higher_priority_overtakes_the_queue(
+    small: list[str], tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate = StepGate(tmp_path / "steps")
+    with serve("--max-running-requests", "1", *small, gate=gate) as served:
+        gate.close_after(100)  # no request ends before it is aborted
 
         def ask(priority: int) -> None:
-            params = {"max_new_tokens": 8000, "ignore_eos": True}  # none ends before it is aborted
+            params = {"max_new_tokens": 8000, "ignore_eos": True}
             body = {"text": "Once upon a time", "sampling_params": params, "priority": priority}
             body |= {"rid": str(priority)}
             assert httpx.post(f"{served.url}/generate", json=body, timeout=60).status_code == 200
@@ -198,6 +203,7 @@ def test_a_higher_priority_overtakes_the_queue(small: list[str], wait_until: Wai
                 thread.start()
                 wait_until(lambda n=waiting: served.state()["waiting_queue_size"] == n)
         for rid in ("9", "4", "0", "-3"):
+            gate.close_after(100)
             wait_until(lambda rid=rid: served.state()["running_batch_rids"] == [rid], what=f"{rid} is next")
             served.post("/abort_request", {"rid": rid})
         for thread in threads:

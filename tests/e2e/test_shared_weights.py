@@ -118,6 +118,7 @@ def test_two_engines_read_one_copy_of_the_weights(
         gms.until(lambda: bool(reader.get("/health").json().get("owner_lost")), "nobody hears of it")
 
 
+@pytest.mark.alone
 def test_an_engine_that_shall_not_outlive_the_service_ends_within_a_second(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.cluster.pod_process import PodProcess
+from segue.cluster.pod_process import EnginePart, PodProcess
 from tests.conftest import WaitUntil
 from tests.e2e.syncing import write_checkpoints
 from tests.e2e.test_failover import memory_processes, model_of
@@ -38,26 +38,38 @@ def generate(pod: PodProcess, *suffix: int) -> tuple[list[int], int]:
     return found["output_ids"], found["meta_info"]["cached_tokens"]
 
 
-def last_wake(pod: PodProcess) -> str:
-    """What the engine that woke last has logged of its KV."""
-    return [line.partition("KV is ")[2] for line in list(pod.log) if "KV is " in line][-1]
+def kill_serving(pod: PodProcess, part: EnginePart = "engine") -> None:
+    """Kill the engine that serves; `last_wake` is then that of its successor."""
+    pod.log.clear()
+    pod.kill_serving(part)
+
+
+def last_wake(pod: PodProcess, wait_until: WaitUntil) -> str:
+    """What the engine that woke last has logged of its KV; its record may be there before the line."""
+
+    def lines() -> list[str]:
+        return [line.partition("KV is ")[2] for line in list(pod.log) if "KV is " in line]
+
+    wait_until(lines, what="the line of the engine that has woken")
+    return lines()[-1]
 
 
 @pytest.mark.timeout(180)
 def test_the_prefix_of_a_killed_engine_is_not_computed_again(pod: PodProcess, wait_until: WaitUntil) -> None:
     pod.wait_for_standby()
-    assert last_wake(pod).startswith("cold: its memory is new")
+    assert last_wake(pod, wait_until).startswith("cold: its memory is new")
     expected = {suffix: generate(pod, suffix)[0] for suffix in (1, 2, 3)}
     assert generate(pod, 9)[1] == len(PREFIX)
     requests = every_kind(model_of(pod), 60)
     replies = ReplyGroup.send(pod.url, requests).end()
     group = ReplyGroup.send(pod.url, requests)
     wait_until(lambda: group.have_begun(8), timeout=30, what="the streams have begun")
-    for part in ("engine", "workers"):  # the second kill is of an engine that has adopted pages itself
+    parts: tuple[EnginePart, ...] = ("engine", "workers")
+    for part in parts:  # the second kill is of an engine that has adopted pages itself
         pod.wait_for_standby()
-        pod.kill_serving(part)
+        kill_serving(pod, part)
         assert group.end() == replies
-        found = re.match(r"warm: (\d+) pages of the engine before, (\d+) tokens", last_wake(pod))
+        found = re.match(r"warm: (\d+) pages of the engine before, (\d+) tokens", last_wake(pod, wait_until))
         assert found is not None and int(found[2]) == 16 * int(found[1]) >= len(PREFIX)
         for suffix, output in expected.items():
             again, num_cached = generate(pod, suffix)
@@ -76,12 +88,12 @@ def test_a_planned_switch_keeps_the_cache_too(pod: PodProcess, wait_until: WaitU
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_what_was_flushed_does_not_come_back(pod: PodProcess) -> None:
+def test_what_was_flushed_does_not_come_back(pod: PodProcess, wait_until: WaitUntil) -> None:
     pod.wait_for_standby()
     expected = generate(pod, 1)[0]
     assert httpx.post(f"{pod.url}/flush_cache", timeout=30).status_code == 200
-    pod.kill_serving("engine")
-    assert last_wake(pod).startswith("cold: the engine before has left none")
+    kill_serving(pod)
+    assert last_wake(pod, wait_until).startswith("cold: the engine before has left none")
     assert generate(pod, 1) == (expected, 0)
 
 
@@ -95,20 +107,20 @@ def test_without_the_service_or_after_its_restart_the_cache_begins_empty(
     service = memory_processes(pod)["serve"]
     os.kill(service, signal.SIGSTOP)
     try:
-        pod.kill_serving("engine")
+        kill_serving(pod)
         assert generate(pod, 1) == (expected, 0)
-        assert last_wake(pod).startswith("cold: its memory is this engine's own")
+        assert last_wake(pod, wait_until).startswith("cold: its memory is this engine's own")
     finally:
         os.kill(service, signal.SIGKILL)
     wait_until(
         lambda: memory_processes(pod).get("serve") not in (None, service), timeout=60, what="a service"
     )
     pod.wait_for_standby()
-    pod.kill_serving("engine")
+    kill_serving(pod)
     assert generate(pod, 1) == (expected, 0)
-    assert last_wake(pod).startswith("cold: its memory is new")
+    assert last_wake(pod, wait_until).startswith("cold: its memory is new")
     pod.wait_for_standby()
-    pod.kill_serving("engine")
+    kill_serving(pod)
     assert generate(pod, 1) == (expected, len(PREFIX)), "and then it is warm again"
 
 
@@ -120,7 +132,7 @@ def test_two_ranks_go_on_with_the_pages_of_two_ranks(tiny_model: Path) -> None:
         expected = generate(pod, 1)[0]
         for _ in range(2):
             pod.wait_for_standby()
-            pod.kill_serving("engine")
+            kill_serving(pod)
             assert generate(pod, 1) == (expected, len(PREFIX))
 
 
@@ -135,9 +147,9 @@ def test_kv_of_weights_that_were_updated_is_left_alone(tmp_path: Path) -> None:
         before = generate(pod, 1)[0]
         reply = httpx.post(f"{pod.url}/update_weights_from_disk", json={"model_path": str(other)}, timeout=60)
         assert reply.status_code == 200, reply.text
-        pod.kill_serving("engine")
+        kill_serving(pod)
         after, num_cached = generate(pod, 1)
         assert num_cached == 0 and after != before
         pod.wait_for_standby()
-        pod.kill_serving("engine")
+        kill_serving(pod)
         assert generate(pod, 1) == (after, len(PREFIX))

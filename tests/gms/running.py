@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from segue.errors import MemoryServiceError
@@ -68,6 +68,15 @@ def manifest(
 
 def descriptors_of(process: subprocess.Popen[bytes]) -> int:
     return len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+def num_memfds(pid: int) -> int:
+    """The memfds that a process has; files that it opens and closes meanwhile do not count."""
+    folder, names = f"/proc/{pid}/fd", list[str]()
+    for number in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"{folder}/{number}"))
+    return sum("memfd:" in name for name in names)
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:

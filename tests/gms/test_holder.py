@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.holder import Holder
 from segue.gms.transport import HOLDER_SOCKET, new_socket, receive, send
-from tests.gms.running import SLAB, end, manifest, start, target, until
+from tests.gms.running import SLAB, end, manifest, num_memfds, start, target, until
 
 
 class Pair:
@@ -147,12 +146,7 @@ def test_a_holder_that_is_started_again_gets_everything(pair: Pair) -> None:
 
 def num_held(pair: Pair) -> int:
     """The memfds that the holder has."""
-    folder = f"/proc/{pair.processes['hold'].pid}/fd"
-    names = []
-    for number in os.listdir(folder):
-        with suppress(FileNotFoundError):
-            names.append(os.readlink(f"{folder}/{number}"))
-    return sum("memfd:" in name for name in names)
+    return num_memfds(pair.processes["hold"].pid)
 
 
 def test_a_freed_generation_is_forgotten_by_the_holder(pair: Pair) -> None:

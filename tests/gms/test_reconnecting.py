@@ -16,7 +16,7 @@ from segue.errors import MemoryServiceError
 from segue.gms.client import GmsClient
 from segue.gms.reconnecting import KeptWeights, SessionKeeper
 from segue.messages.requests import FIRST_WEIGHT_VERSION
-from tests.gms.running import SLAB, end, manifest, refusal, start, target, until
+from tests.gms.running import SLAB, end, manifest, num_memfds, refusal, start, target, until
 
 ENGINE, SHADOW = "a", "b"
 
@@ -147,8 +147,7 @@ def test_a_service_that_is_started_again_gets_all_back_from_its_holder(service: 
 
 
 def held(service: Service) -> int:
-    folder = f"/proc/{service.processes['hold'].pid}/fd"
-    return sum("memfd:" in os.readlink(f"{folder}/{name}") for name in os.listdir(folder))
+    return num_memfds(service.processes["hold"].pid)
 
 
 def test_what_neither_service_nor_holder_knows_the_engines_offer(service: Service) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from segue.errors import MemoryServiceError
-from tests.gms.running import SLAB, end, manifest, start, target, until
+from tests.gms.running import SLAB, end, manifest, num_memfds, start, target, until
 from tests.support.child import start_child
 
 
@@ -47,7 +47,7 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path) -> 
         for command in ("serve", "hold", "serve"):
             with target(tmp_path / "d", tag="watch") as client:
                 until(lambda: len(children(process)) == 2, "both children run")
-                until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
+                until(lambda: num_held(process) >= 3, "the holder has nothing")
                 before = children(process)[command]
                 os.kill(before, signal.SIGKILL)
                 until(lambda c=command, b=before: children(process).get(c, b) != b, "it is not started")
@@ -74,7 +74,7 @@ def test_a_child_that_was_stopped_is_killed_and_nothing_is_lost(tmp_path: Path) 
     process = start_child([sys.executable, "-c", OFTEN, str(tmp_path / "d")], start_new_session=True)
     try:
         generation = load(tmp_path / "d")
-        until(lambda: num_memfds(children(process).get("hold")) >= 3, "the holder has nothing")
+        until(lambda: num_held(process) >= 3, "the holder has nothing")
         before = children(process)["serve"]
         os.kill(before, signal.SIGSTOP)
         until(lambda: children(process).get("serve", before) != before, "it is not started again")
@@ -117,15 +117,10 @@ def test_a_child_that_ends_while_it_is_asked_is_started_again(tmp_path: Path) ->
     assert process.returncode == 0
 
 
-def num_memfds(pid: int | None) -> int:
-    if pid is None:
-        return 0
-    folder = f"/proc/{pid}/fd"
-    names = []
-    for number in os.listdir(folder):
-        with suppress(FileNotFoundError):
-            names.append(os.readlink(f"{folder}/{number}"))
-    return sum("memfd:" in name for name in names)
+def num_held(process: subprocess.Popen[bytes]) -> int:
+    """The memfds that the holder has."""
+    pid = children(process).get("hold")
+    return 0 if pid is None else num_memfds(pid)
 
 
 def test_the_end_of_a_child_can_end_all(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from segue.server.connections import ConnectionLimits
 from segue.server.http_server import HttpServer
 from segue.server.responses import encode
 from tests.router.workers import record, report
+from tests.support.ports import free_port
 
 DEADLINE_S = 60.0
 STREAM = {"text": "Hello", "stream": True}  # a request; a fake worker takes it on every route
@@ -153,7 +154,9 @@ class FakeWorker:
     def id(self) -> str:
         return self.url.partition("://")[2]
 
-    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+    async def start(self, port: int | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """Listen, by default at a port that nobody is given while the worker is dead."""
+        port = free_port() if port is None else port
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=tls)
         scheme = "https" if tls else "http"
         self.url = f"{scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"

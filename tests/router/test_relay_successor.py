@@ -205,7 +205,7 @@ def test_an_engine_that_a_record_names_is_not_waited_for_longer_than_the_limit(d
         engine = CohortEngine(directory, 1, finish)
         engine.watch_status = 503
         await engine.serve()
-        async with discovering(directory, resume_timeout_s=0.3) as router:
+        async with discovering(directory, resume_timeout_s=1.0) as router:
             await until(lambda: router.registry.get(engine.id) is not None, "the router knows of the record")
             for _ in range(2):  # the second one does not wait again
                 reply = await router.generate()

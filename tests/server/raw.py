@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
+from typing import Any
 
 from tests.server.live import LiveServer
 
@@ -17,3 +21,14 @@ def ask(server: LiveServer, method: str, target: str, *headers: str, version: st
         response = HTTPResponse(connection, method=method)
         response.begin()
         return response.status, response.read().decode()
+
+
+@contextmanager
+def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A request of which nobody reads the answer; the connection is closed at the end."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        yield connection

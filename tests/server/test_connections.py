@@ -234,14 +234,14 @@ def test_a_stalled_server_does_not_make_clients_miss_deadlines() -> None:
 def test_a_finished_reply_that_the_client_does_not_read_is_dropped(fast: LiveServer, wait_until: Any) -> None:
     get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     before = total(fast)
-    with RawClient(fast, receive_buffer=4096) as client:
-        wait_until(lambda: num_connections(fast) == 1)
+    with RawClient(fast, get, receive_buffer=4096) as client:
+        wait_until(lambda: (num_connections(fast), total(fast)) == (1, before + 1))
         (connection,) = fast._http.server_state.connections
-        for count in range(1, 20_000):
+        for count in range(2, 20_000):
             began = time.monotonic()
             client.send(get)
             wait_until(lambda count=count: total(fast) == before + count)
-            if connection.transport.get_write_buffer_size():
+            if connection.transport.get_write_buffer_size() or connection.transport.is_closing():
                 break
         wait_until(lambda: num_connections(fast) == 0, SLOW)
         assert time.monotonic() - began >= FAST.reply_silence_s
@@ -529,7 +529,7 @@ def test_a_stream_to_http_1_0_ends_the_connection_despite_keep_alive(fast: LiveS
 def test_a_client_that_closes_its_sending_side_counts_as_disconnected(
     start: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch, wait_until: Any, stream: bool
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     server = start(limits())
     with RawClient(server, request(stream=stream, max_tokens=400)) as client:
         wait_until(lambda: server.runtime.manager.num_requests == 1)

@@ -113,7 +113,7 @@ def test_abort_with_a_wrong_body(server: LiveServer) -> None:
 
 @pytest.fixture
 def slow(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.05")
     with LiveServer(tiny_model) as server:
         yield server
         server.assert_nothing_left()

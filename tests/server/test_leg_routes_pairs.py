@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from segue.frontend.call_trace import EngineTracing
@@ -27,6 +29,7 @@ from tests.server.leg_fleet import (
 )
 from tests.server.legs import frames, leg_of, named, payload, post, reading, stream, whole_body
 from tests.support.collector import Collector, only
+from tests.support.held_steps import hold_here
 
 
 @each_case
@@ -93,7 +96,9 @@ def test_without_a_first_token_the_router_chooses_another_pair(fleet: Fleet) -> 
     assert fleet.handover()["recomputed"] == before["recomputed"], "the prompt was not computed"
 
 
-def test_the_first_token_does_not_wait_for_the_pages(fleet: Fleet) -> None:
+def test_the_first_token_does_not_wait_for_the_pages(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The decode engine has no pages to grant until the client has token 1."""
     many = {"max_new_tokens": 400, "ignore_eos": True}
     prompts = [f"{index} {'Hello world ' * 30}" for index in range(4)]
@@ -102,9 +107,12 @@ def test_the_first_token_does_not_wait_for_the_pages(fleet: Fleet) -> None:
     path, body = in_stream(native(long))
     where = {"room": next(ROOMS), "peer": fleet.peer, "id": "leg-2"}
     told = frames(fleet.two, leg_of(path, body, id="leg-2"))
+    gate = hold_here(tmp_path / "steps", monkeypatch)
+    gate.close_after(100)  # the others cannot end before the pause
     with reading(fleet.one, leg_of("/generate", filler)) as filling:
         next(filling)
         fleet.one.client.post("/pause_generation", json={"mode": "in_place"})
+        gate.open()
         first = fleet.threads.submit(frames, fleet.prefill, leg_of(path, body, kind="prefill", **where))
         with reading(fleet.one, leg_of(path, body, kind="decode", **where)) as decoding:
             found = [next(decoding)]

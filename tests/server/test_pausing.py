@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +18,7 @@ from segue.server import responses
 from tests.server.conftest import MODEL, Api
 from tests.server.events import parse_events
 from tests.server.live import LiveServer
+from tests.server.raw import posted
 from tests.server.test_metrics import scrape
 
 COUNT = 45  # tokens of a request, one a hundredth of a second
@@ -279,6 +277,15 @@ def test_a_reset_of_the_prefix_cache_can_take_the_kv_of_running_requests(
     assert slow.client.post("/reset_prefix_cache?reset_external=true").json()["success"]
 
 
+@pytest.fixture
+def slow_steps(slow: LiveServer, slow_while: Path) -> Iterator[None]:
+    """While the test runs, requests of 400 tokens take 40 seconds."""
+    slow_while.touch()
+    yield
+    slow_while.unlink()
+
+
+@pytest.mark.usefixtures("slow_steps")
 def test_vllms_abort_of_some_requests_and_of_all(slow: LiveServer, wait_until: Any) -> None:
     running = {rid: Running(slow, rid, max_new_tokens=400) for rid in ("a", "b", "c")}
     wait_until(lambda: state_of(slow)["running_batch_size"] == 3)
@@ -291,6 +298,7 @@ def test_vllms_abort_of_some_requests_and_of_all(slow: LiveServer, wait_until: A
         assert running[rid].result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_loads_count_what_runs_and_are_zero_once_all_is_aborted(slow: LiveServer, wait_until: Any) -> None:
     running = [Running(slow, rid, max_new_tokens=400) for rid in ("a", "b")]
     wait_until(lambda: state_of(slow)["running_batch_size"] == 2)
@@ -317,17 +325,6 @@ def test_a_request_that_comes_while_paused_is_queued_and_seen(slow: LiveServer, 
     slow.client.post("/abort_request", json={"rid": "late"})
     finish = one.result()["meta_info"]["finish_reason"]
     assert finish == {"type": "abort", "message": "Abort before prefill"}
-
-
-@contextmanager
-def posted(server: LiveServer, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A request of which nobody reads the answer; the connection is closed at the end."""
-    host, port = server.url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
-        yield connection
 
 
 BODIES = [
@@ -433,9 +430,9 @@ def test_with_the_policy_reject_what_comes_while_paused_is_503(tiny_model: Path)
 def test_a_pause_that_waits_when_the_engine_dies_is_503(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
 ) -> None:
-    monkeypatch.setenv("FAKE_STEP_S", "0.01")
+    monkeypatch.setenv("FAKE_STEP_S", "0.1")
     with LiveServer(tiny_model) as server:
-        Running(server, max_new_tokens=400)
+        Running(server, max_new_tokens=400)  # it cannot end before the engine does
         wait_until(lambda: server.runtime.manager.stats.counters.output_tokens > 0)
         replies: list[httpx.Response] = []
         pause = threading.Thread(

@@ -145,6 +145,6 @@ def test_a_server_process_serves_behind_a_router_until_it_is_stopped(tiny_model:
                 assert reply.status_code == 200
                 server.process.send_signal(signal.SIGTERM)
                 await until(lambda: not list(router.registry), "it is forgotten")
-                assert await asyncio.to_thread(server.process.wait, 5) == 0
+                assert await asyncio.to_thread(server.process.wait, 60) == 0
 
     run(test())

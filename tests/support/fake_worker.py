@@ -101,6 +101,10 @@ class EchoRunner(FakeRank):
     def set_vocabulary(self, vocabulary: GuidedVocabulary) -> None:
         """It echoes, whatever a grammar says."""
 
+    def can_guide(self) -> bool:
+        """See `ModelRunner`."""
+        return True
+
     def forget(self, slots: Sequence[int]) -> None:
         """It keeps no grammars."""
 

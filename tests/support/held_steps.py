@@ -1,7 +1,8 @@
 """Real engines whose steps a test can hold: then no request can end before the test has interrupted it.
 
 ``python -m tests.support.held_steps`` is ``segue`` with such workers, `HELD_WORKER` is the command of one,
-and `hold_here` is for engines whose scheduler runs in this process. A scheduler that is held plans no further
+`StepGate.of_all` has the variables of a supervisor whose engines have them, and `hold_here` is for engines
+whose scheduler runs in this process. A scheduler that is held plans no further
 step; it takes messages as ever. A file says whether it is held: `StepGate` writes and removes it, and workers
 find its path in the environment variable ``HELD_STEPS``.
 """
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NAME = "HELD_STEPS"
 HELD_WORKER = (sys.executable, "-P", "-c", "from tests.support.held_steps import work; work()")
+SITE = Path(__file__).with_name("held_site")
 LOOK_AGAIN_MS = 2
 
 
@@ -35,6 +37,12 @@ class StepGate:
     def environment(self) -> dict[str, str]:
         """The variables of the engine's process."""
         return {NAME: str(self._file)}
+
+    @property
+    def of_all(self) -> dict[str, str]:
+        """The variables of a process that starts the engines, whose workers each count their own steps."""
+        path = os.pathsep.join([str(SITE), os.environ["PYTHONPATH"]])
+        return self.environment | {"PYTHONPATH": path}
 
     def close_after(self, steps: int) -> None:
         """Let so many steps pass, counted from now on."""
@@ -83,17 +91,20 @@ def _hold(file: Path, replace: Callable[[type, str, Any], None]) -> None:
 
     guard = _Guard(file)
     plan_step, receive = Scheduler.plan, SchedulerLoop._receive
+    held: set[int] = set()  # schedulers whose last plan was held back: their loops look again
 
     def plan(self: Scheduler, now: float) -> Any:
         if guard.is_closed(self.totals.output_tokens):
+            held.add(id(self))
             return None
+        held.discard(id(self))
         found = plan_step(self, now)
         if found is not None:
             guard.pass_one()
         return found
 
     def look_again(self: SchedulerLoop, *, block: bool) -> None:
-        if block and guard.is_closed(self.scheduler.totals.output_tokens):
+        if block and id(self.scheduler) in held:  # the gate may be open by now, and no message would follow
             self._poller.poll(LOOK_AGAIN_MS)
             block = False
         receive(self, block=block)
@@ -102,12 +113,17 @@ def _hold(file: Path, replace: Callable[[type, str, Any], None]) -> None:
     replace(SchedulerLoop, "_receive", look_again)
 
 
+def hold_this_process() -> None:
+    """Hold all steps of this process while the gate is closed."""
+    _hold(Path(os.environ[NAME]), setattr)
+
+
 def work() -> None:
     """Be a worker process whose steps are held while the gate is closed."""
     gc.disable()  # as the real worker does, until it has imported all
     from segue.worker.entry import main
 
-    _hold(Path(os.environ[NAME]), setattr)
+    hold_this_process()
     main()
 
 

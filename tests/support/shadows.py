@@ -95,7 +95,7 @@ class ShadowProcess:
     def probe(self, name: str) -> tuple[int, dict[str, Any]]:
         """The status and the body of a probe; 0 if nobody answers."""
         with suppress(httpx.TransportError):
-            response = self.system.get(f"/{name}", timeout=2.0)
+            response = self.system.get(f"/{name}")
             return response.status_code, response.json()
         return 0, {}
 
@@ -112,13 +112,16 @@ class ShadowProcess:
     def workers(self) -> list[int]:
         """The process ids of the ranks."""
         pid = self.process.pid
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
-        return sorted(int(child) for file in tasks for child in file.read_text().split())
+        found = []
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):  # this thread has just ended
+                found += map(int, file.read_text().split())
+        return sorted(found)
 
     def listens(self) -> bool:
         """Whether somebody could connect to the API port."""
         with suppress(httpx.TransportError):
-            httpx.get(f"{self.url}/version", timeout=2.0)
+            httpx.get(f"{self.url}/version", timeout=WAIT_S)
             return True
         return False
 

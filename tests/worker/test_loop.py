@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -43,12 +46,15 @@ from segue.messages.steps import (
     StepPlan,
     StepResult,
 )
+from segue.model_runner.runner import ModelRunner
 from segue.scheduler.request import Request
 from segue.scheduler.scheduler import Scheduler
 from segue.worker.follower import follow
 from segue.worker.loop import SchedulerLoop
 from tests.conftest import WaitUntil
 from tests.scheduler.simulation import FakeDevice, HoldBack, Simulation, expected_output
+from tests.support.fake_worker import EchoRunner
+from tests.support.held_steps import hold_here
 from tests.support.kv_hello import hello
 from tests.worker.updaters import FakeUpdater
 
@@ -625,3 +631,30 @@ def test_the_state_of_leases_is_shown_although_no_step_runs(decode: Client, wait
     while (message := decode.receive()).counters.handover.leases != {"granted": 1}:
         pass
     assert message.step_seconds == 0.0
+
+
+def test_the_runners_of_fake_workers_have_what_the_loop_asks_for() -> None:
+    """Otherwise hundreds of tests would fail, and none of them here."""
+    asked = set(re.findall(r"self\.runner\.(\w+)", inspect.getsource(SchedulerLoop)))
+    assert "forward_batch" in asked
+    assert asked <= {*dir(EchoRunner)} & {*dir(ModelRunner)}
+
+
+def test_a_loop_whose_steps_a_test_holds_goes_on_whenever_the_gate_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold_here(tmp_path / "steps", monkeypatch)
+    receive = SchedulerLoop._receive
+
+    def open_gate_and_receive(self: SchedulerLoop, *, block: bool) -> None:
+        if block and self.scheduler.waiting:  # it has just been held back, and no message will come
+            gate.open()
+        receive(self, block=block)
+
+    monkeypatch.setattr(SchedulerLoop, "_receive", open_gate_and_receive)
+    gate.close_after(0)
+    client = Client(overlap=False)
+    client.send(AddRequest(rid="r", prompt=pack_ids([1, 2, 3]), params=PARAMS))
+    assert client.collect("r") == expected_output([1, 2, 3], PARAMS, 100)
+    client.close()
+    client.close_sockets()
