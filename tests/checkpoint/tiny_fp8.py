@@ -1,6 +1,7 @@
 """Writes tiny checkpoints in FP8, in the layouts that are published, and what their values are."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,22 @@ def write(directory: Path, layout: str, model: Any) -> dict[str, Tensor]:
 def model(kind: str = "llama", **options: Any) -> Any:
     experts = EXPERTS if kind == "qwen3-moe" else {}
     return tiny.make(kind, **{**SIZES, **experts, **options})
+
+
+def two_models(kind: str, mean: float) -> list[Any]:
+    """Makes two models with other values everywhere."""
+    both = [model(kind) for _ in range(2)]
+    torch.manual_seed(7)
+    for parameter in both[1].parameters():
+        parameter.data.normal_(mean=mean, std=0.2)
+    return both
+
+
+def write_each(models: Sequence[Any], root: Path, layouts: Iterable[str]) -> dict[str, list[Path]]:
+    """Writes the models in each layout, and in float32; returns their paths by layout."""
+    found = {"float32": [tiny.save(each, root / f"float32-{i}") for i, each in enumerate(models)]}
+    for layout in layouts:
+        found[layout] = [root / f"{layout}-{i}" for i in range(len(models))]
+        for path, each in zip(found[layout], models, strict=True):
+            write(path, layout, each)
+    return found

@@ -94,8 +94,8 @@ def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(plan_store, "_found", {})
     weights = [quantize(normal(6144, 4096, seed=seed)) for seed in range(4)]
     weights = [(weight.contiguous(), scales) for weight, scales in weights]
-    common = {"weights": weights, "block": 0, "bias": None, "first_rows": 1, "last_rows": 64}
-    kinds = [ModelFP8Gemm(**common, kind=kind) for kind in ("split", "gated")]  # type: ignore[arg-type]
+    common: dict[str, Any] = {"weights": weights, "block": 0, "bias": None, "first_rows": 1, "last_rows": 64}
+    kinds = [ModelFP8Gemm(**common, kind=kind) for kind in ("split", "gated")]
     cache = plan_store.PlanCache.of(tmp_path, device_facts(), {})
     found, text = plan_timing.find_plans(kinds, cache)
     print(text, found)
@@ -201,9 +201,14 @@ def test_quantizing_early_changes_no_bit(
     asked = []
 
     def run() -> list[Any]:
-        options = {"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "num_kv_tokens": 16384}
+        options: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "quantization": "fp8",
+            "num_kv_tokens": 16384,
+        }
         options["gemm_plans"] = "stored"  # those that a start finds may differ from run to run
-        with segue.Engine(str(tmp_path), **options, embedded=True) as engine:  # type: ignore[arg-type]
+        with segue.Engine(str(tmp_path), **options, embedded=True) as engine:
             prompts = [making.prompt(70 + i, seed=i) for i in range(3)]
             return engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
 
@@ -227,9 +232,17 @@ def test_weights_have_the_bits_of_a_cpu(block: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
-@pytest.mark.parametrize("layout", ["float32", *tiny_fp8.LAYOUTS])
-def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tmp_path: Path) -> None:
-    models = [tiny_fp8.model("qwen3") for _ in range(2)]
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("qwen3", layout) for layout in ("float32", *tiny_fp8.LAYOUTS)),
+        *(("qwen3-moe", layout) for layout in ("float32", "blocks", "rows")),
+    ],
+)
+def test_loading_and_updating_give_the_bits_of_a_cpu(
+    kind: str, layout: str, tp: TPInfo, tmp_path: Path
+) -> None:
+    models = [tiny_fp8.model(kind) for _ in range(2)]
     for parameter in models[1].parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for number, model in enumerate(models):

@@ -1,4 +1,4 @@
-"""Experts in FP8 on CUDA: kernels compared with float32, and loading, updates and engines with the CPU's."""
+"""Experts in FP8 on CUDA: kernels compared with float32, and engines with the CPU's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
 import segue
-from segue.distributed.info import TPInfo
 from segue.kernels.fp8 import FP8Experts, quantize
 from segue.kernels.ops import route
 from segue.layers.moe_backend import run_by_expert, select
-from segue.messages.weight_update import Commit, Take
 from tests.checkpoint import tiny, tiny_fp8
 from tests.gpu.test_kernels import normal
 from tests.gpu.test_moe import plan
 from tests.model_runner import making
-from tests.weight_update.updating import rank_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -89,27 +85,6 @@ def test_values_are_scaled_over_a_whole_range_of_exponents() -> None:
             x.float(), *(replace(each, dtype=torch.float32).values() for each in (gate, down)), *one
         )
         torch.testing.assert_close(found.float(), exact, rtol=1.5e-2, atol=1e-20)
-
-
-@pytest.mark.parametrize("tp", [TPInfo(), TPInfo(1, 2)], ids=str)
-@pytest.mark.parametrize("layout", ["float32", "blocks", "rows"])
-def test_loading_and_updating_give_the_bits_of_a_cpu(layout: str, tp: TPInfo, tmp_path: Path) -> None:
-    models = [tiny_fp8.model("qwen3-moe") for _ in range(2)]
-    for parameter in models[1].parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    for number, model in enumerate(models):
-        path = tmp_path / str(number)
-        tiny.save(model, path) if layout == "float32" else tiny_fp8.write(path, layout, model)
-    state = {name: tensor.bfloat16() for name, tensor in models[1].state_dict().items()}
-    with (
-        rank_of(tmp_path / "0", tp, device="cuda:0", quantization="fp8") as gpu,
-        rank_of(tmp_path / "0", tp, quantization="fp8") as cpu,
-    ):
-        assert gpu.served.arena.checksum() == cpu.served.arena.checksum()
-        for rank in (gpu, cpu):
-            rank.do(Take, session=1, payload=save(state), copy=True)
-            rank.do(Commit, session=1)
-        assert gpu.served.arena.checksum() == cpu.served.arena.checksum()
 
 
 @pytest.mark.parametrize("layout", ["float32", "blocks"])

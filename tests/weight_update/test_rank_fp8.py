@@ -13,7 +13,7 @@ from segue.distributed.info import TPInfo
 from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.messages.weight_update import Commit, Inspect, Load, Take
 from segue.models import config
-from tests.checkpoint import tiny, tiny_fp8
+from tests.checkpoint import tiny_fp8
 from tests.weight_update.test_inspect import inspect_ranks
 from tests.weight_update.test_rank import assert_same
 from tests.weight_update.updating import Rank, State, Trainer, manifest_of, rank_of, transfer
@@ -24,24 +24,13 @@ K, OUT = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "ko")
 
 @pytest.fixture(scope="module")
 def models() -> list[Any]:
-    """Two models with other values everywhere."""
-    both = [tiny_fp8.model("qwen3") for _ in range(2)]
-    torch.manual_seed(7)
-    for parameter in both[1].parameters():
-        parameter.data.normal_(mean=0.3, std=0.2)
-    return both
+    return tiny_fp8.two_models("qwen3", mean=0.3)
 
 
 @pytest.fixture(scope="module")
 def paths(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Both models in each layout, and in float32."""
-    root = tmp_path_factory.mktemp("models")
-    found = {"float32": [tiny.save(model, root / f"float32-{i}") for i, model in enumerate(models)]}
-    for layout in tiny_fp8.LAYOUTS:
-        found[layout] = [root / f"{layout}-{i}" for i in range(2)]
-        for path, model in zip(found[layout], models, strict=True):
-            tiny_fp8.write(path, layout, model)
-    return found
+    return tiny_fp8.write_each(models, tmp_path_factory.mktemp("models"), tiny_fp8.LAYOUTS)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from segue.messages.weight_operations import CheckWeights, GetWeights
 from segue.messages.weight_update import Commit, Inspect, Load, Take
 from segue.models import config
 from segue.models.decoder import MoE
-from tests.checkpoint import tiny, tiny_fp8
+from tests.checkpoint import tiny_fp8
 from tests.weight_update.test_inspect import inspect_ranks
 from tests.weight_update.test_rank import assert_same
 from tests.weight_update.test_rank_fp8 import fp8_state
@@ -27,24 +27,13 @@ RANKS = (TPInfo(0, 2), TPInfo(1, 2))
 
 @pytest.fixture(scope="module")
 def models() -> list[Any]:
-    """Two models with other values everywhere."""
-    both = [tiny_fp8.model("qwen3-moe") for _ in range(2)]
-    torch.manual_seed(7)
-    for parameter in both[1].parameters():
-        parameter.data.normal_(mean=0.1, std=0.2)
-    return both
+    return tiny_fp8.two_models("qwen3-moe", mean=0.1)
 
 
 @pytest.fixture(scope="module")
 def paths(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Both models in some layouts, and in float32."""
-    root = tmp_path_factory.mktemp("models")
-    found = {"float32": [tiny.save(model, root / f"float32-{i}") for i, model in enumerate(models)]}
-    for layout in ("blocks", "rows"):
-        found[layout] = [root / f"{layout}-{i}" for i in range(2)]
-        for path, model in zip(found[layout], models, strict=True):
-            tiny_fp8.write(path, layout, model)
-    return found
+    return tiny_fp8.write_each(models, tmp_path_factory.mktemp("models"), ("blocks", "rows"))
 
 
 @pytest.fixture(autouse=True)

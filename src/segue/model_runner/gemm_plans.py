@@ -103,7 +103,9 @@ def model_fp8_gemms(model: Decoder) -> list[ModelFP8Gemm]:
         return []
     return [
         ModelFP8Gemm(
-            weights=[(module.packed.weight, module.packed.scales) for module in modules],  # type: ignore[union-attr]
+            weights=[
+                (own.weight, own.scales) for module in modules if isinstance(own := module.packed, FP8Gemm)
+            ],
             block=modules[0].block,
             bias=modules[0].bias,
             kind=use.kind,
