@@ -44,7 +44,7 @@ OF_STEPS = {
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
     *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
-    "gate_up_silu._silu_mul_fp8",
+    *("gate_up_silu._silu_mul_fp8", "gemv._gemv", "token_attention._attend_token"),
 }
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {

@@ -219,6 +219,23 @@ class PagedBackend(AttentionBackend):
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the sequences after the decode rows, as `forward` does for all."""
 
+    def attend_token(
+        self,
+        qkv: Tensor,
+        qk_weight: Tensor | None,
+        eps: float,
+        angles: tuple[Tensor, Tensor],
+        layer: int,
+        ctx: Context,
+    ) -> Tensor | None:
+        """Does the QK-norm, RoPE, the store and `forward` of a step of one token, which decodes.
+
+        `qkv` is `[1, (num_heads + 2 * num_kv_heads) * head_dim]`; for the next three arguments see
+        `segue.kernels.triton.norm.qk_norm_rope_store`. Returns `[1, num_heads, head_dim]`, or None if the
+        backend cannot, and has done nothing.
+        """
+        return None
+
     def plan(self, lengths: StepLengths) -> None:
         """Called by the runner before it launches or replays a step, when the step's inputs are on their way.
 

@@ -109,6 +109,18 @@ class PairedAttention(PagedBackend):
         """See `PagedBackend.decode`."""
         self._decode.decode(query, output, layer, ctx)
 
+    def attend_token(
+        self,
+        qkv: Tensor,
+        qk_weight: Tensor | None,
+        eps: float,
+        angles: tuple[Tensor, Tensor],
+        layer: int,
+        ctx: Context,
+    ) -> Tensor | None:
+        """See `PagedBackend.attend_token`."""
+        return self._decode.attend_token(qkv, qk_weight, eps, angles, layer, ctx)
+
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.prefill`."""
         self._prefill(len(query)).prefill(query, output, layer, ctx)

@@ -40,9 +40,6 @@ class FP8Tokens:
         return len(self.values)
 
 
-Activations = Tensor | FP8Tokens
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Experts:
     """The weights of E experts in FP8, each a matrix `[N, K]` with scales as `quantize` returns them."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 from segue.kernels.cpu import ops as cpu
-from segue.kernels.fp8 import Activations, FP8Tokens, dequantize
+from segue.kernels.fp8 import FP8Tokens, dequantize
+from segue.kernels.unnormed import Activations, Unnormed, can_stream
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
@@ -257,6 +258,9 @@ def linear(
     if isinstance(x, FP8Tokens):
         assert isinstance(packed, FP8Gemm), "its `fp8_block` is asked first"
         return packed.multiply(x, bias)
+    if can_stream(x, weight) and streams(packed):
+        return _stream(x, weight, bias, packed, torch.float32 if float32_output else x.dtype)
+    assert not isinstance(x, Unnormed), "`can_stream` is asked first"
     if x.is_cuda and packed is None:
         from segue.kernels.triton.gemm import choose, run
 
@@ -275,6 +279,26 @@ def linear(
     else:
         result = packed(x, bias)
     return result.float() if float32_output else result
+
+
+def streams(packed: Gemm | None) -> bool:
+    """Returns whether the kernel for one token can read a weight that is packed so."""
+    return packed is None or isinstance(packed, FP8Gemm)
+
+
+def _stream(
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: Gemm | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    from segue.kernels.triton.gemv import gemv
+
+    scales, block = (packed.scales, packed.block) if isinstance(packed, FP8Gemm) else (None, 0)
+    return gemv(x, weight, scales, block, bias, dtype, gated=gated)
 
 
 def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
@@ -304,14 +328,17 @@ def gate_up_silu(
         if fp8_block is not None and gate_up.shape[1] <= 2 * MAX_FP8_COLUMNS:
             return silu_mul_fp8(gate_up, fp8_block)
         return silu_mul(gate_up, x.dtype)
-    if x.is_cuda and bias is None and (packed is None or isinstance(packed, FP8Gemm)):
-        from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
+    if bias is None and can_stream(x, weight) and streams(packed):
+        return _stream(x, weight, None, packed, x.dtype, gated=True)
+    if isinstance(x, Tensor) and bias is None:
+        if x.is_cuda and (packed is None or isinstance(packed, FP8Gemm)):
+            from segue.kernels.triton.gate_up_silu import gate_up_silu as fused
 
-        gated = fused(x, weight) if packed is None else packed.gate_up_silu(x)
-        if gated is not None:
-            return gated
-    if bias is None and _uses_cpu_kernel(x, weight, packed):
-        return cpu.gate_up_silu(x, weight)
+            gated = fused(x, weight) if packed is None else packed.gate_up_silu(x)
+            if gated is not None:
+                return gated
+        if _uses_cpu_kernel(x, weight, packed):
+            return cpu.gate_up_silu(x, weight)
     gate_up = linear(x, weight, bias, packed, may_split=True)
     if isinstance(packed, BatchInvariantGemm):  # on CUDA the ordinary kernel is batch-invariant
         return batch_invariant.silu_mul(gate_up, x.dtype)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
-from segue.kernels.fp8 import FP8, Activations
-from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, linear, pack, pack_fp8
+from segue.kernels.fp8 import FP8
+from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, linear, pack, pack_fp8, streams
+from segue.kernels.unnormed import Activations, Unnormed, can_stream
 from segue.sizes import ceil_div
 
 
@@ -45,19 +46,25 @@ class RMSNorm(Layer):
         return 0 if self.weight_float32 is None else self.weight_float32.nbytes
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, fp8_block: int | None = None
+        self, x: Tensor, residual: Tensor | None = None, *, reader: "Linear | None" = None
     ) -> tuple[Activations, Tensor]:
         """Sums `x` over the ranks and adds `residual`: returns the sum normalised, and the sum.
 
         `x` is `[T, N]`, or split-K partials, float32 `[S, T, N]`. `residual` is `[T, N]`; None stands for 0.
-        May overwrite both. Few rows take the fused all-reduce, if there is one, whose result is never
-        quantized; others are, with the `fp8_block` of the layer that reads them (`Linear.fp8_block`).
+        May overwrite both. Few rows take the fused all-reduce, if there is one. Otherwise the result may be
+        what only its `reader` understands, the layer that reads it: one token is left to it, and many
+        tokens are quantized for it.
         """
         weight = self.weight if self.weight_float32 is None else self.weight_float32
         fused_all_reduce = self.collectives.fused_all_reduce
         if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
             return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
-        return add_rms_norm(self.collectives.all_reduce(x), residual, weight, self.eps, fp8_block=fp8_block)
+        x = self.collectives.all_reduce(x)
+        if reader is not None and reader.does_norm(x):
+            total = torch.empty_like(x)
+            return Unnormed(x, residual, weight, self.eps, total), total
+        fp8_block = None if reader is None else reader.fp8_block(x.shape[-2])
+        return add_rms_norm(x, residual, weight, self.eps, fp8_block=fp8_block)
 
 
 class Linear(Layer):
@@ -127,6 +134,10 @@ class Linear(Layer):
         if scale is not None:
             return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
         return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
+
+    def does_norm(self, x: Tensor) -> bool:
+        """Whether the layer itself computes the norm of `x`, which may be split-K partials."""
+        return x.dim() == 2 and can_stream(x, self.weight) and streams(self.packed)
 
     def fp8_block(self, num_rows: int) -> int | None:
         """The columns per scale (0: all) if so many tokens are multiplied in FP8, else None.

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segue.attention.base import Context
+from segue.attention.base import Context, PagedBackend
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.cpu import ops as cpu
-from segue.kernels.fp8 import FP8, Activations, ExpertWeights, FP8Experts
+from segue.kernels.fp8 import FP8, ExpertWeights, FP8Experts
 from segue.kernels.ops import Derived, embed, gate_up_silu, rms_norm, rotate, route
+from segue.kernels.unnormed import Activations
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import ModelConfig, MoEConfig
@@ -64,13 +65,22 @@ class Attention(Layer):
 
         The result is this rank's summand, which `RMSNorm` sums over the ranks.
         """
-        norm_rope_store = self._norm_rope_store_cuda if x.is_cuda else self._norm_rope_store
-        query, key, value = norm_rope_store(self.qkv(x), angles, ctx)
-        attended = ctx.backend.forward(query, key, value, self.layer, ctx).flatten(1)
+        attended = self._attend(self.qkv(x), angles, ctx).flatten(1)
         output: Tensor = self.o(
             attended if logits_indices is None else attended.index_select(0, logits_indices)
         )
         return output
+
+    def _attend(self, qkv: Tensor, angles: Angles, ctx: Context) -> Tensor:
+        """Returns the output of attention, `[T, num_heads, head_dim]`."""
+        if isinstance(ctx.backend, PagedBackend) and qkv.dim() == 2 and len(qkv) == ctx.num_decode == 1:
+            args = qkv, self.qk_weight, self.eps, angles, self.layer, ctx
+            attended = ctx.backend.attend_token(*args)
+            if attended is not None:
+                return attended
+        norm_rope_store = self._norm_rope_store_cuda if qkv.is_cuda else self._norm_rope_store
+        query, key, value = norm_rope_store(qkv, angles, ctx)
+        return ctx.backend.forward(query, key, value, self.layer, ctx)
 
     def _norm_rope_store(self, qkv: Tensor, angles: Angles, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Apply QK-norm and RoPE, and store this step's keys and values in the KV pool; for a CPU.
@@ -259,12 +269,12 @@ class DecoderLayer(Layer):
         of the previous layer's MLP. `residual` is None in the first layer. With `logits_indices` (int `[L]`)
         only these tokens go through the MLP, and `[L, hidden]` is returned.
         """
-        x, residual = self.input_norm(x, residual, fp8_block=self.attn.qkv.fp8_block(x.shape[-2]))
+        x, residual = self.input_norm(x, residual, reader=self.attn.qkv)
         x = self.attn(x, angles, ctx, logits_indices)
         x, residual = self.post_norm(
             x,
             residual if logits_indices is None else residual.index_select(0, logits_indices),
-            fp8_block=self.mlp.gate_up.fp8_block(x.shape[-2]) if isinstance(self.mlp, MLP) else None,
+            reader=self.mlp.gate_up if isinstance(self.mlp, MLP) else None,
         )
         if self.is_sparse:
             return self.mlp(x, ctx.num_tokens if logits_indices is None else ctx.num_logits_indices), residual

@@ -5,7 +5,7 @@ scores (`top`), the sum of their exponentials relative to it (`total`), and the 
 exponentials (`acc`). Softmaxes over other keys can be joined to it. Exponentials are to base 2: `scale`
 includes log2(e).
 
-Keys and values in FP8 are widened in registers (`_widened`). The scale of keys is a part of `scale`, and that
+Keys and values in FP8 are widened in registers (`widened`). The scale of keys is a part of `scale`, and that
 of values, `value_scale`, is applied to the result; it is None for a pool in the type of the model.
 
 G query heads share a key-value head; D is the size of a head. GP and DP are powers of two that hold G and D.
@@ -24,14 +24,14 @@ _FEW_SPLITS = tl.constexpr(4)  # a row with no more of them is combined with a s
 
 
 @triton.jit
-def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
+def no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
 
 
 @triton.jit
-def _widened(x, like):
+def widened(x, like):
     """Returns keys or values in the type of the queries, if they are in FP8."""
     if x.dtype == tl.float8e4nv:
         x = x.to(like.dtype)
@@ -39,14 +39,14 @@ def _widened(x, like):
 
 
 @triton.jit
-def _number(word, BYTE: tl.constexpr, like):
+def number(word, BYTE: tl.constexpr, like):
     """Returns one of the four numbers in FP8 of each word, in the type of the queries."""
     byte = (word >> (8 * BYTE)).to(tl.uint8, bitcast=False)
     return byte.to(tl.float8e4nv, bitcast=True).to(like.dtype)
 
 
 @triton.jit
-def _query_for(q, value_scale):
+def query_for(q, value_scale):
     """Returns queries in the type in which they are multiplied by keys: float16 for keys in FP8.
 
     All of FP8 is in float16 and in bfloat16, but only the conversion to float16 is a single instruction.
@@ -57,7 +57,7 @@ def _query_for(q, value_scale):
 
 
 @triton.jit
-def _normalised(acc, total, value_scale):
+def normalised(acc, total, value_scale):
     """Returns the result of a softmax from its weighted values and its sums."""
     result = acc / tl.where(total == 0.0, 1.0, total)
     if value_scale is not None:
@@ -128,7 +128,7 @@ def plan_decode(
 
 
 @triton.jit
-def _combine(
+def combine(
     output,
     partial,
     maxima,
@@ -161,7 +161,7 @@ def _combine(
         highest = tl.max(tops, 0)
         share = tl.where(used, tl.exp2(tops - tl.where(kv_len > 0, highest, 0.0)), 0.0)
         summed = tl.sum(totals * share, 0)
-        result = _normalised(tl.sum(sums * share[:, None], 0), summed, value_scale)
+        result = normalised(tl.sum(sums * share[:, None], 0), summed, value_scale)
         to = output + ((b * KV_HEADS + h) * G + i).to(tl.int64) * D + d
         tl.store(to, result.to(output.dtype.element_ty), mask=d < D)
 
@@ -236,8 +236,8 @@ def decode(
         valid = (g[:, None] < G) & in_head
         head = (b * KV_HEADS + h) * G + g
         q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
-        q = _query_for(q, value_scale)
-        top, total, acc = _no_keys(GP, DP)
+        q = query_for(q, value_scale)
+        top, total, acc = no_keys(GP, DP)
         if WORDS:
             words, w = values.to(tl.pointer_type(tl.int32)), tl.arange(0, DP // 4)
             acc0 = tl.zeros((GP, DP // 4), tl.float32)
@@ -250,7 +250,7 @@ def decode(
             head_row = (page * page_rows + position % PAGE) * KV_HEADS + h
             at = head_row * D
             k = tl.load(keys + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
-            k = _widened(k, q)
+            k = widened(k, q)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -262,20 +262,20 @@ def decode(
                 part = words + head_row[:, None] * (D // 4) + w[None, :]
                 word = tl.load(part, mask=seen[:, None] & (w[None, :] < D // 4), other=0)
                 p = weights.to(q.dtype)
-                acc0 = acc0 * shrink[:, None] + tl.dot(p, _number(word, 0, q), input_precision=PRECISION)
-                acc1 = acc1 * shrink[:, None] + tl.dot(p, _number(word, 1, q), input_precision=PRECISION)
-                acc2 = acc2 * shrink[:, None] + tl.dot(p, _number(word, 2, q), input_precision=PRECISION)
-                acc3 = acc3 * shrink[:, None] + tl.dot(p, _number(word, 3, q), input_precision=PRECISION)
+                acc0 = acc0 * shrink[:, None] + tl.dot(p, number(word, 0, q), input_precision=PRECISION)
+                acc1 = acc1 * shrink[:, None] + tl.dot(p, number(word, 1, q), input_precision=PRECISION)
+                acc2 = acc2 * shrink[:, None] + tl.dot(p, number(word, 2, q), input_precision=PRECISION)
+                acc3 = acc3 * shrink[:, None] + tl.dot(p, number(word, 3, q), input_precision=PRECISION)
             else:
                 v = tl.load(values + at[:, None] + d[None, :], mask=seen[:, None] & in_head, other=0.0)
-                v = _widened(v, q)
+                v = widened(v, q)
                 acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         if WORDS:  # the last dimension of a join counts first
             acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), (GP, DP))
         pdl_launch_dependents(PDL)
         out = output + head[:, None].to(tl.int64) * D + d[None, :]
         if splits == 1:
-            result = _normalised(acc, total[:, None], value_scale)
+            result = normalised(acc, total[:, None], value_scale)
             tl.store(out, result.to(output.dtype.element_ty), mask=valid)
         else:
             split_at = ((first_part + split) * KV_HEADS + h) * G + g
@@ -287,12 +287,12 @@ def decode(
             done = tl.atomic_add(counters + b * KV_HEADS + h, 1, sem="acq_rel")
             if done == splits - 1:
                 if SPLITS <= _FEW_SPLITS or splits > _FEW_SPLITS:
-                    _combine(
+                    combine(
                         output, partial, maxima, b, h, first_part, splits, per_split, kv_len, value_scale,
                         KV_HEADS, G, D, DP, SPLITS,
                     )  # fmt: skip
                 else:
-                    _combine(
+                    combine(
                         output, partial, maxima, b, h, first_part, splits, per_split, kv_len, value_scale,
                         KV_HEADS, G, D, DP, _FEW_SPLITS,
                     )  # fmt: skip
@@ -331,7 +331,7 @@ def _attend_keys(
     """
     d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
     in_head = d[None, :] < D
-    top, total, acc = _no_keys(q.shape[0], DP)
+    top, total, acc = no_keys(q.shape[0], DP)
     for masked in tl.static_range(2):
         for i in tl.range(
             masked_from if masked else start, end if masked else masked_from, BLOCK, num_stages=STAGES
@@ -340,13 +340,13 @@ def _attend_keys(
             if pool is not None:  # a block of keys lies within one page
                 page = tl.load(table_row + i // PAGE)
                 row = page * page_rows + layer_row + i % PAGE
-                k = _widened(pool.load([row, h * D]), q)
+                k = widened(pool.load([row, h * D]), q)
             else:
                 exists = position < kv_len
                 page = tl.load(table_row + position // PAGE, mask=exists, other=0).to(tl.int64)
                 at = (page * page_rows + position % PAGE) * (KV_HEADS * D) + h * D
                 in_bounds = exists[:, None] & in_head
-                k = _widened(tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
+                k = widened(tl.load(keys + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
             scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
             if masked:
                 scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
@@ -357,11 +357,11 @@ def _attend_keys(
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
             if pool is not None:
-                v = _widened(pool.load([row + PAGE, h * D]), q)
+                v = widened(pool.load([row + PAGE, h * D]), q)
                 if masked:
                     v = tl.where((position < kv_len)[:, None], v, 0.0)
             else:
-                v = _widened(tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
+                v = widened(tl.load(values + at[:, None] + d[None, :], mask=in_bounds, other=0.0), q)
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return top, total, acc
@@ -451,7 +451,7 @@ def attend(
         used = (token < q_len) & (r < per_block * G)
         valid = used[:, None] & (d[None, :] < D)
         at = ((q_start + token) * KV_HEADS + h).to(tl.int64) * G + r % G
-        q = _query_for(tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0), value_scale)
+        q = query_for(tl.load(query + at[:, None] * D + d[None, :], mask=valid, other=0.0), value_scale)
         last = token + kv_len - q_len
         common = tl.maximum(first + kv_len - q_len + 1, 0) // BN * BN  # all queries here attend to these keys
         end = tl.minimum(first + per_block, q_len) + kv_len - q_len
@@ -461,7 +461,7 @@ def attend(
                 page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, PRECISION,
             )  # fmt: skip
         else:
-            top, total, acc = _no_keys(BM, DP)
+            top, total, acc = no_keys(BM, DP)
             for start in tl.range(split * SPAN, end, SPLITS * SPAN):
                 stop = tl.minimum(start + SPAN, end)
                 masked_from = tl.minimum(tl.maximum(common, start), stop)
@@ -478,7 +478,7 @@ def attend(
                     tl.store(maxima + to * 2 + 1, span_total, mask=used)
         out = output + at[:, None] * D + d[None, :]
         if SPLITS == 1:
-            result = _normalised(acc, total[:, None], value_scale)
+            result = normalised(acc, total[:, None], value_scale)
             tl.store(out, result.to(output.dtype.element_ty), mask=valid)
         else:
             tl.debug_barrier()
@@ -492,7 +492,7 @@ def attend(
                     span_top = tl.load(maxima + to * 2, mask=used, other=0.0, cache_modifier=".cg")
                     span_total = tl.load(maxima + to * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
                     top, total, acc = _join(top, total, acc, span_top, span_total, span_acc)
-                result = _normalised(acc, total[:, None], value_scale)
+                result = normalised(acc, total[:, None], value_scale)
                 tl.store(out, result.to(output.dtype.element_ty), mask=valid)
                 tl.store(counters + sequence * KV_HEADS + h, 0)
     pdl_launch_dependents(PDL)

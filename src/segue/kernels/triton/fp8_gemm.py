@@ -24,14 +24,7 @@ from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
 from segue.kernels.plan_store import found_plans, lookup
 from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens, takes_fp8
 from segue.kernels.triton.gemm import silu_mul_tile
-from segue.kernels.triton.launch import (
-    launch_options,
-    num_sms,
-    pdl_launch_dependents,
-    pdl_wait,
-    prefetch,
-    prefetched_steps,
-)
+from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
 # Four numbers in FP8 (e4m3) to bfloat16. Two bytes each are put into the upper halves of 16 bits, and all but
 # the sign is shifted to where bfloat16 has the lowest 4 bits of its exponent and the highest 3 of its
@@ -77,7 +70,7 @@ def _split_tokens(t):
     return high, low, exponents.to(tl.float32, bitcast=True) * 0.0078125
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetched"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _fp8_gemm(
     x,
     weight,
@@ -87,7 +80,6 @@ def _fp8_gemm(
     num_rows,
     size,
     depth,
-    prefetched,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -101,10 +93,9 @@ def _fp8_gemm(
     """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
     With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
-    EVEN: tiles divide the weight. Before it waits, a program may prefetch the weight of `prefetched` steps.
-    With FP8_TOKENS the accumulator is transposed: rows of the weight fill the tensor cores' 64 rows, as FP8
-    needs it. GATED: rows of the gate and of the up projection alternate in a tile, and half as many columns,
-    `size`, are stored.
+    EVEN: tiles divide the weight. With FP8_TOKENS the accumulator is transposed: rows of the weight fill the
+    tensor cores' 64 rows, as FP8 needs it. GATED: rows of the gate and of the up projection alternate in a
+    tile, and half as many columns, `size`, are stored.
     """
     r, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m, k = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BK)
@@ -118,9 +109,6 @@ def _fp8_gemm(
     num_scales = tl.cdiv(depth, BLOCK) if BLOCK else 1
     scale = scales + n.to(tl.int64) * num_scales
     share = tl.cdiv(tl.cdiv(depth, BK), tl.num_programs(1)) * BK
-    if EVEN and PDL and BK >= 128:  # the smallest tiles belong to many rows
-        length = tl.minimum(prefetched * BK, tl.minimum(share, depth - split * share))
-        prefetch(weight + n.to(tl.int64) * depth + split * share, length, BK)
     pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if FP8_TOKENS else (BM, BN), tl.float32)
     for start in tl.range(split * share, tl.minimum((split + 1) * share, depth), BK, num_stages=STAGES):
@@ -228,7 +216,6 @@ def run_fp8(
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
     grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
-    step_bytes = plan.block_n * plan.block_k
     _fp8_gemm[grid](
         x=x.contiguous(),
         weight=weight,
@@ -238,7 +225,6 @@ def run_fp8(
         num_rows=num_rows,
         size=size,
         depth=depth,
-        prefetched=prefetched_steps(num_rows, grid[0] * grid[1] * grid[2], step_bytes),
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,

@@ -27,14 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from segue.errors import ConfigError
 from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, tile
 from segue.kernels.plan_store import found_plans, lookup, stored_plans
-from segue.kernels.triton.launch import (
-    device_facts,
-    launch_options,
-    pdl_launch_dependents,
-    pdl_wait,
-    prefetch,
-    prefetched_steps,
-)
+from segue.kernels.triton.launch import device_facts, launch_options, pdl_launch_dependents, pdl_wait
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
@@ -72,17 +65,15 @@ def grouped_tile(tile, num_rows, size, BM: tl.constexpr, BN: tl.constexpr, GROUP
     return (group * GROUP_M + within % group_m) * BM, within // group_m * BN
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetched"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
     x,
     weight,
-    base,
     bias,
     out,
     num_rows,
     size,
     depth,
-    prefetched,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -96,11 +87,10 @@ def _gemm(
 ):
     """Compute one tile of a GEMM, or with SPLIT of one of its split-K partials; see `run`.
 
-    `x` and `weight` are TMA descriptors if TMA, else pointers; `base` points to the weight in any case.
-    Before it waits, a program may prefetch the weight of `prefetched` steps. With SWAP the accumulator is
-    transposed, so that rows of the weight fill the tensor cores' rows. GATED, always with SWAP, pairs BN / 2
-    rows of the gate with those of the up projection, and stores half as many columns. With GROUP_M,
-    `grouped_tile` assigns the tiles.
+    `x` and `weight` are TMA descriptors if TMA, else pointers. With SWAP the accumulator is transposed, so
+    that rows of the weight fill the tensor cores' rows. GATED, always with SWAP, pairs BN / 2 rows of the
+    gate with those of the up projection, and stores half as many columns. With GROUP_M, `grouped_tile`
+    assigns the tiles.
     """
     if GROUP_M:
         first_m, first_n = grouped_tile(tl.program_id(0), num_rows, size, BM, BN, GROUP_M)
@@ -120,9 +110,6 @@ def _gemm(
         k = first_k + tl.arange(0, BK)
         weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
         tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
-    if PDL:
-        rows = base + n.to(tl.int64) * depth + first_k
-        prefetch(rows, 2 * tl.minimum(prefetched * BK, length), 2 * BK)
     pdl_wait(PDL)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     for k in tl.range(0, length, BK, num_stages=STAGES):
@@ -180,19 +167,15 @@ def run(
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
     columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
-    programs = columns * plan.splits * blocks
     rows = None if plan.group_m else num_rows  # batch-invariant GEMMs never start their successors early
-    step_bytes = plan.block_n * plan.block_k * weight.element_size()
     _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
         weight=TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if tma else weight,
-        base=weight,
         bias=bias,
         out=out,
         num_rows=num_rows,
         size=size,
         depth=depth,
-        prefetched=prefetched_steps(rows, programs, step_bytes),
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,

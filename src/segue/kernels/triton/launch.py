@@ -15,10 +15,6 @@ from segue.kernels.gemm_plan import FEW_ROWS, DeviceFacts
 # (EARLY). EARLY is faster while kernels leave the device almost empty (measured: EARLY takes 0.90 ms and LATE
 # 0.95 for a step of one row, 1.65 and 1.58 for a step of 32).
 OFF, LATE, EARLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# How much of its weight a GEMM brings into the L2 cache before it waits, in bytes by PDL mode. So the memory
-# is busy while kernels run that read little; with LATE a program hardly waits.
-PREFETCHED_BYTES = {OFF.value: 0, LATE.value: 0, EARLY.value: 16 << 20}
-_LINE_BYTES = tl.constexpr(128)
 _UNKNOWN_BANDWIDTH = 2e12  # bytes per second, of a device whose driver does not say it
 
 
@@ -36,23 +32,6 @@ def pdl_launch_dependents(PDL: tl.constexpr):
     """Let the next kernel start and run up to its own `pdl_wait`."""
     if PDL == LATE:
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(rows, num_bytes, BYTES: tl.constexpr):
-    """Bring the first `num_bytes` bytes at each of some pointers into the L2 cache, BYTES at a time."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"  # it has to have a result
-    lines = rows.to(tl.int64)[:, None] + (tl.arange(0, BYTES // _LINE_BYTES) * _LINE_BYTES)[None, :]
-    for start in range(0, num_bytes, BYTES):
-        tl.inline_asm_elementwise(asm, "=r,l", [lines + start], tl.int32, is_pure=False, pack=1)
-
-
-def prefetched_steps(num_rows: int | None, programs: int, step_bytes: int) -> int:
-    """Returns how many steps along K, of so many bytes, each program of a GEMM prefetches.
-
-    For `num_rows` see `launch_options`.
-    """
-    return PREFETCHED_BYTES[_mode(num_rows).value] // (programs * step_bytes)
 
 
 @cache

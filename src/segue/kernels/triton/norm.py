@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.fp8 import MAX as FP8_MAX
-from segue.kernels.fp8 import Activations
+from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
@@ -59,7 +59,7 @@ def _add_rms_norm(
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, fp8_block: int | None = None
-) -> tuple[Activations, Tensor]:
+) -> tuple[Tensor | FP8Tokens, Tensor]:
     """See `segue.kernels.ops.add_rms_norm`; `x` may be split-K partials, float32 `[S, T, N]`."""
     num_rows, size = x.shape[-2], x.shape[-1]
     total = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
@@ -88,7 +88,7 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 
 
 @triton.jit
-def _as_stored(x, dtype: tl.constexpr, inverse):
+def as_stored(x, dtype: tl.constexpr, inverse):
     """Returns `x` in the model's type `dtype`, or with `inverse`, that of its scale, in FP8 like a CPU's."""
     x = x.to(dtype)
     if inverse is not None:
@@ -162,12 +162,12 @@ def _qk_norm_rope_store(
             tl.store(at + half, rotated_high.to(dtype), mask=inside)
         else:
             of_key = keys + row * (KV_HEADS * D) + (head - HEADS) * D + d
-            tl.store(of_key, _as_stored(rotated_low, dtype, key_inverse), mask=inside)
-            tl.store(of_key + half, _as_stored(rotated_high, dtype, key_inverse), mask=inside)
+            tl.store(of_key, as_stored(rotated_low, dtype, key_inverse), mask=inside)
+            tl.store(of_key + half, as_stored(rotated_high, dtype, key_inverse), mask=inside)
     else:
         of_value = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
-        tl.store(of_value, _as_stored(low, dtype, value_inverse), mask=inside)
-        tl.store(of_value + half, _as_stored(high, dtype, value_inverse), mask=inside)
+        tl.store(of_value, as_stored(low, dtype, value_inverse), mask=inside)
+        tl.store(of_value + half, as_stored(high, dtype, value_inverse), mask=inside)
     pdl_launch_dependents(PDL)
 
 
