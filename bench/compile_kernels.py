@@ -163,13 +163,14 @@ def _fp8_gemms(device: DeviceFacts) -> None:
     """Compile GEMMs by weights in FP8, with all kinds of scales: the default plans, and candidates."""
     if device.capability < (8, 9):
         return
-    for block, rows in itertools.product((0, 16, 128), (1, 32, 64, 4096)):
-        shape = fp8_plan.FP8Shape(rows, 6144, 4096, block, "split" if rows == 1 else "whole")
-        found = fp8_plan.candidates([shape], device)[shape][:4] if rows <= fp8_plan.MAX_FEW_ROWS else []
-        weight, scales = _fp8(256, 4096), torch.empty(256, 4096 // block if block else 1)
+    depth = 12288
+    for block, rows in itertools.product((0, 16, 128), (1, 32, 33, 64, 4096)):
+        shape = fp8_plan.FP8Shape(rows, 4096, depth, block, "split" if rows in (1, 33) else "whole")
+        found = fp8_plan.candidates([shape], device)[shape] if rows <= fp8_plan.MAX_FEW_ROWS else []
+        weight, scales = _fp8(256, depth), torch.empty(256, depth // block if block else 1)
         for plan in [fp8_plan.default_plan(shape, device.num_sms), *found]:
             for gated in {False, plan.splits == 1 and rows <= fp8_plan.MAX_FEW_ROWS}:
-                fp8_gemm.run_fp8(plan, _bf16(rows, 4096), weight, scales, block, None, gated=gated)
+                fp8_gemm.run_fp8(plan, _bf16(rows, depth), weight, scales, block, None, gated=gated)
     for block in (0, 128):
         tokens = fp8_tokens.quantize_tokens(_bf16(256, 4096), block)
         norm.add_rms_norm(*(_bf16(256, 4096),) * 2, _bf16(4096), 1e-6, fp8_block=block)

@@ -16,8 +16,15 @@ from tests.gpu.test_kernels import normal
 from tests.model_runner import making
 from tests.weight_update.updating import rank_of
 
-GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def logprobs_of_prompts(engine: segue.Engine, prompts: list[list[int]]) -> torch.Tensor:
+    found = engine.generate(
+        input_ids=prompts, sampling_params={"max_new_tokens": 1}, return_logprob=True, logprob_start_len=0
+    )
+    each = [entry[0] for one in found for entry in one["meta_info"]["input_token_logprobs"]]
+    return torch.tensor([value for value in each if value is not None])
 
 
 @pytest.mark.parametrize("block", [0, 16, 128])
@@ -108,6 +115,25 @@ def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fp8_gemm.choose_fp8.cache_clear()
 
 
+def test_a_start_goes_without_a_plan_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from segue.kernels import fp8_plan
+    from segue.kernels.model_gemm import ModelFP8Gemm
+    from segue.kernels.plan_store import PlanCache
+    from segue.kernels.triton import plan_timing
+    from segue.kernels.triton.launch import device_facts
+
+    large = fp8_plan.FP8Plan(64, 128, 256, splits=1, stages=6, warps=4)
+    monkeypatch.setattr(fp8_plan, "candidates", lambda shapes, device: {shape: [large] for shape in shapes})
+    weight, scales = quantize(normal(4096, 4096), 16)
+    common: dict[str, Any] = {"block": 16, "bias": None, "first_rows": 33, "last_rows": 64}
+    own = ModelFP8Gemm(weights=[(weight.contiguous(), scales)], kind="split", **common)
+    found, _ = plan_timing.find_plans([own], PlanCache.of(tmp_path, device_facts(), {}))
+    assert found == {"4096x4096 fp8/16": {"64": {"split": None}}}
+    assert "a plan cannot run: OutOfResources" in caplog.text
+
+
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -(2.0**127)], ids=str)
 def test_a_token_that_is_not_finite_gives_no_result_like_others(value: float, block: int) -> None:
@@ -162,33 +188,50 @@ def test_tokens_are_quantized_as_on_a_cpu(rows: int, depth: int, block: int) -> 
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_a_norm_and_an_activation_quantize_like_the_kernel_that_only_does_that(block: int) -> None:
+@pytest.mark.parametrize(("rows", "size"), [(65, 4096), (300, 12288), (70, 5120)])
+def test_an_activation_quantizes_like_the_kernel_that_only_does_that(
+    rows: int, size: int, block: int
+) -> None:
     from segue.kernels.triton.fp8_tokens import quantize_tokens
     from segue.kernels.triton.gate_up_silu import silu_mul, silu_mul_fp8
+
+    gate_up = normal(rows, 2 * size, dtype=torch.bfloat16)
+    gate_up[1] = 0
+    found, expected = silu_mul_fp8(gate_up, block), quantize_tokens(silu_mul(gate_up, torch.bfloat16), block)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("rows", "size"), [(65, 4096), (300, 12288), (70, 5120)])
+def test_a_norm_quantizes_what_it_would_give_but_for_rounding(
+    rows: int, size: int, splits: int, block: int
+) -> None:
+    """Both norms add up the squares in an order of their own, so bfloat16 may be rounded the other way."""
+    from segue.kernels.triton.fp8_tokens import quantize_tokens
     from segue.kernels.triton.norm import add_rms_norm
 
-    def assert_equal(found: Any, expected: torch.Tensor) -> None:
-        tokens = quantize_tokens(expected, block)
-        assert torch.equal(found.scales, tokens.scales)
-        assert torch.equal(found.values.view(torch.uint8), tokens.values.view(torch.uint8))
-
-    for rows, size in ((65, 4096), (300, 12288), (70, 5120)):
-        x, residual, gate_up = (
-            normal(rows, width, dtype=torch.bfloat16, seed=seed)
-            for seed, width in enumerate((size, size, 2 * size))
-        )
-        x[0], residual[0], gate_up[1] = 0, 0, 0
-        weight = normal(size, dtype=torch.bfloat16, seed=3)
-        for branch in (x, torch.stack([x.float(), x.float() * 0.5])):
-            found, total = add_rms_norm(branch, residual, weight, 1e-6, fp8_block=block)
-            expected, of_both = add_rms_norm(branch, residual, weight, 1e-6)
-            assert torch.equal(total, of_both)
-            assert_equal(found, expected)
-        assert_equal(silu_mul_fp8(gate_up, block), silu_mul(gate_up, torch.bfloat16))
+    x, residual = (normal(rows, size, dtype=torch.bfloat16, seed=seed) for seed in range(2))
+    x[0] = residual[0] = 0
+    weight = normal(size, dtype=torch.bfloat16, seed=2)
+    branch = x if splits == 1 else torch.stack([x.float(), x.float() * 0.5])
+    found, total = add_rms_norm(branch, residual, weight, 1e-6, fp8_block=block)
+    normed, of_both = add_rms_norm(branch, residual, weight, 1e-6)
+    expected = quantize_tokens(normed, block)
+    assert torch.equal(total, of_both)
+    step = 2**-7  # from a number in bfloat16 to the next one, relative to it, at most
+    torch.testing.assert_close(found.scales, expected.scales, rtol=1.01 * step, atol=0)
+    bits = [each.values.view(torch.uint8).int() for each in (found, expected)]
+    steps = [torch.where(each < 128, each, 128 - each) for each in bits]  # numbers in FP8, counted from 0
+    apart = (steps[0] - steps[1]).abs()
+    share = (apart > 0).double().mean().item()
+    print(f"{share:.1e} of the values differ")
+    assert apart.max() <= 1 and share < 2e-3
 
 
 @pytest.mark.parametrize("layout", ["float32", "blocks"])
-def test_quantizing_early_changes_no_bit(
+def test_quantizing_early_changes_logprobs_by_rounding_alone(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from segue.kernels.triton import fp8_tokens
@@ -200,7 +243,7 @@ def test_quantizing_early_changes_no_bit(
     tiny.save(model, tmp_path) if layout == "float32" else tiny_fp8.write(tmp_path, layout, model)
     asked = []
 
-    def run() -> list[Any]:
+    def run() -> torch.Tensor:
         options: dict[str, Any] = {
             "device": "cuda",
             "dtype": "bfloat16",
@@ -209,18 +252,16 @@ def test_quantizing_early_changes_no_bit(
             "gemm_plans": "stored",  # those that a start finds may differ from run to run
         }
         with segue.Engine(str(tmp_path), **options, embedded=True) as engine:
-            prompts = [making.prompt(70 + i, seed=i) for i in range(3)]
-            return engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True)
-
-    def tokens(found: list[Any]) -> list[Any]:
-        return [one["meta_info"]["output_token_logprobs"] for one in found]
+            return logprobs_of_prompts(engine, [making.prompt(70 + i, seed=i) for i in range(3)])
 
     fp8_block = Linear.fp8_block
     monkeypatch.setattr(Linear, "fp8_block", lambda *args: asked.append(fp8_block(*args)) or asked[-1])
-    early = tokens(run())
+    early = run()
     assert {block for block in asked if block is not None} == {0 if layout == "float32" else 128}
     monkeypatch.setattr(Linear, "fp8_block", lambda *args: None)
-    assert tokens(run()) == early
+    difference = (run() - early).abs()
+    print(f"logprobs differ by {difference.mean().item():.1e}, {difference.max().item():.1e} at most")
+    assert difference.mean() < 2e-3
     fp8_tokens.can_multiply_in_fp8.cache_clear()
 
 
@@ -272,13 +313,8 @@ def test_an_engine_agrees_with_one_on_a_cpu(layout: str, kv: str, tmp_path: Path
     def run(**options: Any) -> torch.Tensor:
         common = {"model": str(tmp_path), "quantization": "fp8", "dtype": "bfloat16", "num_kv_tokens": 16384}
         common |= {"kv_cache_dtype": kv}
-        params = {"max_new_tokens": 1, "temperature": 0.0}
         with segue.Engine(**common, **options, max_running_requests=80, embedded=True) as engine:
-            found = engine.generate(
-                input_ids=prompts, sampling_params=params, return_logprob=True, logprob_start_len=0
-            )
-        each = [entry[0] for one in found for entry in one["meta_info"]["input_token_logprobs"]]
-        return torch.tensor([value for value in each if value is not None])
+            return logprobs_of_prompts(engine, prompts)
 
     expected = run(device="cpu")
     for options in ({}, {"disable_cuda_graph": True}):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import segue
-from segue.kernels.gemm_plan import GemmPlan, candidates
+from segue.kernels.gemm_plan import ROWS, GemmPlan, candidates
 from segue.kernels.model_gemm import ModelGemm
 from segue.kernels.plan_store import PlanCache
 from tests.model_runner import making, tiny
@@ -40,14 +40,12 @@ def model_gemm(kind, size, depth, *, rows, copies=4, biased=False, dtype=torch.b
 KINDS = [("split", False), ("split", True), ("whole", True), ("gated", False)]
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("kind", "biased"), KINDS)
 def test_every_candidate_is_right(kind, biased, rows) -> None:
     from segue.kernels.triton import gemm
     from segue.kernels.triton.launch import device_facts
 
-    if kind == "gated" and rows > 64:
-        pytest.skip("more rows are never gated")
     own = model_gemm(kind, 3072, 2560, rows=rows, biased=biased)
     [shape] = own.shapes()
     x = torch.randn(rows, 2560, device="cuda").to(torch.bfloat16)

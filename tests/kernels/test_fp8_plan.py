@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Shape, candidates, default_plan, row_steps
+from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, candidates, default_plan, row_steps
 from segue.kernels.gemm_plan import ROWS, Kind
 from tests.kernels.test_gemm_plan import H200, L40S
 
@@ -27,7 +27,7 @@ def test_candidates_fit_the_weight_and_the_device(size, depth, kind, rows, block
     found = candidates([shape], device)[shape]
     assert 0 < len(found) == len(set(found)) <= 10
     for plan in found:
-        assert plan.shared_bytes <= device.shared_bytes
+        assert plan.shared_bytes(block, device.capability) <= device.shared_bytes
         assert (size % plan.block_n, depth % plan.block_k) == (0, 0)
         assert rows <= plan.block_m
         assert plan.splits == 1 or kind == "split"
@@ -35,6 +35,30 @@ def test_candidates_fit_the_weight_and_the_device(size, depth, kind, rows, block
             assert plan.block_k <= block
         if plan.fp8_tokens:  # the tensor cores of Hopper, which have one scale per row, or few
             assert device is H200 and block != 16 and plan.block_m <= 32
+
+
+@pytest.mark.parametrize(
+    ("plan", "block", "on_ada", "on_hopper"),
+    [
+        (FP8Plan(16, 64, 128, 1, 3, 4), 0, 24576, 24576),
+        (FP8Plan(16, 128, 128, 1, 6, 4), 16, 122880, 122880),
+        (FP8Plan(32, 128, 256, 1, 3, 8), 16, 114688, 114688),
+        (FP8Plan(32, 64, 128, 1, 4, 4), 128, 49920, 49920),
+        (FP8Plan(64, 64, 256, 1, 3, 4), 0, 98304, 163840),
+        (FP8Plan(64, 128, 128, 1, 6, 4), 128, 166400, 215552),
+        (FP8Plan(64, 128, 128, 1, 6, 8), 16, 184320, 233472),
+        (FP8Plan(64, 128, 256, 1, 3, 4), 0, 131072, 229376),
+        (FP8Plan(64, 128, 256, 1, 3, 4), 16, 147456, 245760),
+        (FP8Plan(16, 128, 256, 1, 4, 4, fp8_tokens=True), 0, None, 163840),
+        (FP8Plan(16, 128, 128, 1, 6, 4, fp8_tokens=True), 128, None, 125952),
+    ],
+    ids=str,
+)
+def test_a_program_takes_no_more_shared_memory_than_expected(plan, block, on_ada, on_hopper) -> None:
+    """What Triton 3.6 compiles."""
+    for capability, compiled in (((8, 9), on_ada), ((9, 0), on_hopper)):
+        if compiled is not None:
+            assert 0 <= plan.shared_bytes(block, capability) - compiled <= 1024
 
 
 def test_both_ways_to_multiply_are_tried_on_hopper() -> None:

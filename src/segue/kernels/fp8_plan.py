@@ -28,6 +28,7 @@ _NORM = 4  # reading and converting overlap: their times add up by this norm
 _ISSUED = 4 * 1.7e9  # instructions of warps that an SM issues per second, if enough warps are ready
 _BUSY_WARPS = 8  # warps of an SM that issue half as many
 _BLOCK = 64  # weights per scale from which the scale is applied to the sum of the products
+_SHARED = 1 << 10  # bytes of shared memory for what is not a tile, such as barriers
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -43,11 +44,21 @@ class FP8Plan:
     warps: int
     fp8_tokens: bool = False  # whether the tensor cores multiply in FP8, each token as the sum of two numbers
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory that a program takes, roughly."""
-        stage = (self.block_n + ELEMENT * self.block_m) * self.block_k
-        return self.stages * stage + 2 * self.block_m * self.block_k * self.fp8_tokens
+    def shared_bytes(self, block: int, capability: tuple[int, int]) -> int:
+        """Returns the bytes of shared memory that a program takes at most; for `block` see `kernels.fp8`.
+
+        The stage that is multiplied is in registers, unless the tensor cores read shared memory: the weight
+        in FP8, and tokens as two numbers each, or with 64 tokens on Hopper the tokens, and the weight once it
+        is turned to their type.
+        """
+        weight, tokens = self.block_n * self.block_k, ELEMENT * self.block_m * self.block_k
+        scales = 4 * self.block_n * -(-self.block_k // block) if block else 0
+        multiplied = 0
+        if self.fp8_tokens:
+            multiplied = weight + tokens
+        elif capability >= (9, 0) and self.block_m >= 64:
+            multiplied = ELEMENT * weight + tokens
+        return (self.stages - 1) * (weight + tokens + scales) + multiplied + _SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +155,7 @@ def valid_plans(shape: FP8Shape, device: DeviceFacts) -> Iterator[FP8Plan]:
         per_sm = shape.size // block_n * count / device.num_sms
         if (shape.kind == "split" and per_sm < 0.36) or (count > 1 and per_sm > 5.3):
             continue
-        if not 32 << 10 <= plan.shared_bytes <= device.shared_bytes:
+        if plan.shared_bytes(shape.block, device.capability) > device.shared_bytes:
             continue
         if fp8_tokens and block_m * block_k > 32 * 128:  # each program converts its tokens, step by step
             continue

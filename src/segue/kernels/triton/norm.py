@@ -33,8 +33,9 @@ def _add_rms_norm(
     """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
-    two that holds the `size` columns. With `scales` the result is stored in FP8, and its scale, or those of
-    GROUP columns each, there: the bits that quantizing it later would give.
+    two that holds the `size` columns. With `scales` the result, in the model's type, is stored in FP8, and
+    there its scale, or those of GROUP columns each. A thread has other columns then, so the squares are added
+    up in another order than without, and a few results are rounded to the other neighbour.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
