@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,16 +57,21 @@ class Served:
 
 
 @contextmanager
-def serve(*options: str, log: IO[str] | None = None, gate: StepGate | None = None) -> Iterator[Served]:
+def serve(
+    *options: str,
+    log: IO[str] | None = None,
+    gate: StepGate | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
     """Runs a server for the block. Its log goes to ``log``, by default to this process's stderr.
 
-    With a ``gate``, the test can hold the steps of its workers.
+    With a ``gate``, the test can hold the steps of its workers. ``environment``: more variables.
     """
     command = [sys.executable, "-m", "segue" if gate is None else "tests.support.held_steps", "serve"]
     command += ["--port", "0", "--log-level", "warning"]
     command += ["--drain-s", "0", *options]  # a failed test leaves requests, which need not be drained
-    environment = os.environ | ({} if gate is None else gate.environment)
-    process = start_child(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    variables = {**os.environ, **({} if gate is None else gate.environment), **(environment or {})}
+    process = start_child(command, stdout=subprocess.PIPE, stderr=log, text=True, env=variables)
     try:
         assert process.stdout is not None
         for line in process.stdout:

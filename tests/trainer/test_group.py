@@ -56,6 +56,33 @@ def test_a_group_that_was_not_joined_keeps_no_port(monkeypatch: pytest.MonkeyPat
         socket.create_connection(("127.0.0.1", port), 20)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 59000",  # until NCCL 2.29
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1",  # since 2.30
+    ],
+)
+def test_ranks_on_one_gpu_are_an_error_with_a_remedy(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr("segue.trainer.group.make_backend", fail)
+    listener = listen_at(None)
+    group = Group(
+        name="g",
+        master_address="127.0.0.1",
+        master_port=listener.getsockname()[1],
+        rank_offset=0,
+        world_size=1,
+        backend="gloo",
+    )
+    hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=listener)
+    with pytest.raises(RuntimeError, match="on one GPU: use backend='gloo'"):
+        hosted.wait(20, lambda: None)
+    hosted.leave()
+
+
 def test_the_port_of_a_group_is_taken_from_its_choice_on() -> None:
     """The store gets the socket itself: a port that was free may be taken before it is used."""
     with listen_at(None) as first:

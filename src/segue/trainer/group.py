@@ -84,7 +84,8 @@ class TrainerGroup:
             self._joining.join(CHECK_S)
         name = self.group.name
         if self._error is not None:
-            shared = "Duplicate GPU" in str(self._error)
+            # The words of NCCL until 2.29, and since.
+            shared = any(words in str(self._error) for words in ("Duplicate GPU", "using the same GPU"))
             hint = "; NCCL cannot connect two processes on one GPU: use backend='gloo'" if shared else ""
             raise RuntimeError(f"the group {name!r} was not joined: {self._error}{hint}") from self._error
         if self._joined is None:
