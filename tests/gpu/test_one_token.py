@@ -18,7 +18,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("normed", "gated"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("block", [None, 0, 16, 128])
-@pytest.mark.parametrize(("size", "depth"), [(64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 16384)])
+@pytest.mark.parametrize(("size", "depth"), [(64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)])
 def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     from segue.kernels.triton.gemv import gemv
 
@@ -36,7 +36,7 @@ def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     if normed:
         exact += residual
         assert torch.equal(total, exact.to(dtype))
-        exact *= of_norm / (exact.square().mean() + 1e-6).sqrt()
+        exact *= of_norm.double() / (exact.square().mean() + 1e-6).sqrt()
     values = weight if scales is None else dequantize(weight, scales, block or 0)
     expected = exact @ values.double().T
     if gated:
@@ -45,7 +45,7 @@ def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     else:
         expected += bias
     assert found.shape == expected.shape
-    assert (found - expected).norm() < (1e-3 if block is not None else 1e-5) * expected.norm()
+    assert (found - expected).norm() < (2e-3 if block is not None else 1e-5) * expected.norm()
 
 
 @pytest.mark.parametrize("x", [float("nan"), float("inf"), -(2.0**127)])
@@ -69,9 +69,9 @@ def test_no_result_of_a_token_with_such_a_number_is_like_others(block, x) -> Non
 @pytest.mark.parametrize("scales", [None, (0.3, 2.5)])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim"), [(8, 2, 128), (3, 3, 64), (1, 8, 128), (2, 7, 24)]
+    ("kv_heads", "group", "head_dim"), [(8, 2, 128), (3, 3, 64), (1, 1, 32), (2, 7, 256)]
 )
-@pytest.mark.parametrize(("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 16)])
+@pytest.mark.parametrize(("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128)])
 def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, norms, scales, dtype) -> None:
     from segue.kernels.triton.norm import qk_norm_rope_store
 

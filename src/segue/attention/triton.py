@@ -67,12 +67,8 @@ class TritonAttention(PagedBackend):
         self._max_spans = 0  # of a sequence; only batch-invariant attention has any
         self._tiles = tiles = choose_tiles(shape, pool.dtype, device, fp8=pool.is_fp8)
         is_float32 = pool.dtype == torch.float32
-        self._decode_arguments: dict[str, object] = {
-            "BLOCK": tiles.decode_keys,
-            "STAGES": 2 if is_float32 else 3,
-            "WORDS": pool.is_fp8 and dim % 4 == 0 and dim >= 64,
-            "GP": max(16, triton.next_power_of_2(self._group)),
-        }
+        self._decode_stages = 2 if is_float32 else 3
+        self._decode_words = pool.is_fp8 and dim % 4 == 0 and dim >= 64
         rows = pool.data.view(-1, shape.num_kv_heads * dim)
         fits_tma = pool.page_size % tiles.keys == 0 and dim >= 16 and dim & (dim - 1) == 0
         # TMA counts token rows in 32 bits.
@@ -174,9 +170,12 @@ class TritonAttention(PagedBackend):
             output=output,
             num_decode=num_decode,
             items=items,
+            BLOCK=self._tiles.decode_keys,
             SPLITS=splits,
+            STAGES=self._decode_stages,
+            WORDS=self._decode_words,
+            GP=max(16, triton.next_power_of_2(self._group)),
             **arguments,
-            **self._decode_arguments,
             **launch_options(2 if ctx.num_decode < _FEW_ROWS else 4, len(query)),
         )
 
@@ -191,8 +190,12 @@ class TritonAttention(PagedBackend):
     ) -> Tensor | None:
         """See `PagedBackend.attend_token`."""
         shape, pool = self._shape, self._pool
-        if self._span is not None or pool.dtype == torch.float32:  # whose tiles registers do not hold
+        dim = shape.head_dim
+        # Tiles in float32 do not fit the registers.
+        if self._span is not None or pool.dtype == torch.float32 or dim < 16 or dim & (dim - 1):
             return None
+        arguments = self._cache_arguments(layer, ctx)
+        del arguments["DP"]  # which is D
         output = qkv.new_empty((1, shape.num_heads, shape.head_dim), dtype=pool.dtype)
         attend_token(
             qkv,
@@ -203,7 +206,8 @@ class TritonAttention(PagedBackend):
             scales=pool.scales[layer] if pool.is_fp8 else None,
             splits=self._num_splits(1, _MAX_SPLITS),
             num_decode=ctx.num_decode_device,
-            arguments=self._cache_arguments(layer, ctx) | self._decode_arguments,
+            num_kv_heads=shape.num_kv_heads,
+            arguments=arguments,
         )
         return output
 

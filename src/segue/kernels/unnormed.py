@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from segue.kernels.fp8 import FP8Tokens
-
-MAX_DEPTH = 16384  # columns of a weight that the registers of a program hold
+from segue.kernels.gemv_plan import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,7 @@ class Decoder(Layer):
     def _embed(self, ids: Tensor) -> Tensor:
         """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0."""
         weight = self.embed.weight
-        if self.shard.tp.size == 1:
+        if self.shard.tp.size == 1 and not ids.is_cuda:
             return F.embedding(ids, weight)
         return embed(ids, weight, self.shard.vocab_start)
 

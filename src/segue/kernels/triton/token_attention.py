@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.triton.attention import combine, normalised, number, query_for, widened
+from segue.kernels.triton.attention import normalised, number, query_for, widened
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.norm import as_stored
 
-
-@triton.jit
-def _cache_rows(table_row, position, is_there, h, page_rows, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the rows `[*, D]` of the pool that hold the keys of a head at some positions."""
-    page = tl.load(table_row + position // PAGE, mask=is_there, other=0).to(tl.int64)
-    return (page * page_rows + position % PAGE) * KV_HEADS + h
+_AT_ONCE = tl.constexpr(8)  # splits that are combined at a time
+_WARPS = 4
+_BLOCK = 64  # keys at a time
+_STAGES = 2
 
 
 @triton.jit
@@ -35,36 +33,41 @@ def _load_block(
     page_rows,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """Returns the keys and values at BLOCK positions from `start` on, those at `end` and later as zeros."""
-    position = start + tl.arange(0, BLOCK)
-    is_there = position < end
-    row = _cache_rows(table_row, position, is_there, h, page_rows, KV_HEADS, PAGE)
-    d = tl.arange(0, DP)
-    inside = is_there[:, None] & (d < D)[None, :]
-    k = tl.load(keys + row[:, None] * D + d[None, :], mask=inside, other=0.0)
-    if WORDS:
-        w = tl.arange(0, DP // 4)
-        inside = is_there[:, None] & (w < D // 4)[None, :]
-        words = values.to(tl.pointer_type(tl.int32))
-        v = tl.load(words + row[:, None] * (D // 4) + w[None, :], mask=inside, other=0)
+    j = tl.arange(0, BLOCK)
+    is_there = start + j < end
+    if PAGE % BLOCK == 0:  # the block lies within one page
+        page = tl.load(table_row + start // PAGE, mask=start < end, other=0).to(tl.int64)
+        first = (page * page_rows + start % PAGE) * (KV_HEADS * D) + h * D
+        keys, values = keys + first, values + first
+        at = j * (KV_HEADS * D)
     else:
-        v = tl.load(values + row[:, None] * D + d[None, :], mask=inside, other=0.0)
+        page = tl.load(table_row + (start + j) // PAGE, mask=is_there, other=0).to(tl.int64)
+        at = (page * page_rows + (start + j) % PAGE) * (KV_HEADS * D) + h * D
+    d = tl.arange(0, D)
+    inside = is_there[:, None]
+    k = tl.load(keys + (at[:, None] + d[None, :]), mask=inside, other=0.0)
+    if WORDS:
+        w = tl.arange(0, D // 4)
+        words = values.to(tl.pointer_type(tl.int32))
+        v = tl.load(words + ((at // 4)[:, None] + w[None, :]), mask=inside, other=0)
+    else:
+        v = tl.load(values + (at[:, None] + d[None, :]), mask=inside, other=0.0)
     return k, v
 
 
 @triton.jit
-def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr, WORDS: tl.constexpr):
+def _no_keys(ROWS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values, for `_attend_block`."""
     if WORDS:
-        zeros = tl.zeros((ROWS, DP // 4), tl.float32)
+        zeros = tl.zeros((ROWS, D // 4), tl.float32)
         acc = (zeros, zeros, zeros, zeros)
     else:
-        acc = (tl.zeros((ROWS, DP), tl.float32),)  # type: ignore[assignment]
+        acc = (tl.zeros((ROWS, D), tl.float32),)  # type: ignore[assignment]
     return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc
 
 
@@ -102,22 +105,50 @@ def _attend_block(q, k, v, is_there, scale, softmax, WORDS: tl.constexpr, PRECIS
 
 
 @triton.jit
-def _rotated(qkv, head, is_head, qk_weight, cosines, sines, position, eps, D: tl.constexpr, DP: tl.constexpr):
-    """Returns heads of the token after the QK-norm, if there is a weight, and RoPE: float32 `[*, DP]`."""
-    d, half = tl.arange(0, DP), D // 2
-    other = tl.where(d < half, d + half, d - half)  # what RoPE rotates an element with
-    inside = is_head[:, None] & (d < D)[None, :]
-    at = head[:, None] * D
-    x = tl.load(qkv + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(qkv + at + other[None, :], mask=inside, other=0.0).to(tl.float32)
-    if qk_weight is not None:
-        rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x *= rms * tl.load(qk_weight + at + d[None, :], mask=inside, other=0.0)
-        y *= rms * tl.load(qk_weight + at + other[None, :], mask=inside, other=0.0)
-    angle = position * half + tl.where(d < half, d, d - half)
-    cos = tl.load(cosines + angle, mask=d < D, other=0.0)
-    sin = tl.load(sines + angle, mask=d < D, other=0.0)
-    return x * cos[None, :] + y * tl.where(d < half, -sin, sin)[None, :]
+def _halves(pointer, at, is_there, D: tl.constexpr):
+    """Returns both halves of rows of D numbers, in float32, as `[*, D / 2]` each."""
+    d = tl.arange(0, D // 2)
+    inside = is_there[:, None]
+    low = tl.load(pointer + at[:, None] + d[None, :], mask=inside, other=0.0)
+    high = tl.load(pointer + at[:, None] + (D // 2 + d)[None, :], mask=inside, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _rotated(halves, of_norm, angle, eps, D: tl.constexpr):
+    """Returns both halves of heads after the QK-norm, whose weights are `of_norm` or None, and RoPE."""
+    low, high = halves
+    cos, sin = angle
+    if of_norm is not None:
+        rms = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        low *= rms * of_norm[0]
+        high *= rms * of_norm[1]
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _combine(
+    output, partial, maxima, h, splits, value_scale, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr
+):
+    """Combine the results of a key-value head's splits into its output."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(G * D)
+    i = tl.arange(0, WIDTH)  # of G query heads of D numbers
+    top = tl.full((WIDTH,), float("-inf"), tl.float32)
+    total, acc = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, splits, _AT_ONCE):
+        for split in tl.static_range(_AT_ONCE):
+            inside = (i < G * D) & (start + split < splits)
+            head = ((start + split) * KV_HEADS + h) * G
+            of_head = maxima + 2 * (head + i // D)
+            new = tl.load(of_head, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            new_total = tl.load(of_head + 1, mask=inside, other=0.0, cache_modifier=".cg")
+            new_acc = tl.load(partial + head * D + i, mask=inside, other=0.0, cache_modifier=".cg")
+            highest = tl.maximum(top, new)
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            shrink, share = tl.exp2(top - base), tl.exp2(new - base)
+            total, acc, top = total * shrink + new_total * share, acc * shrink + new_acc * share, highest
+    result = normalised(acc, total, value_scale)
+    tl.store(output + h * (G * D) + i, result.to(output.dtype.element_ty), mask=i < G * D)
 
 
 @triton.jit
@@ -147,7 +178,6 @@ def _attend_token(
     G: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -173,36 +203,43 @@ def _attend_token(
         end = tl.minimum(first + per_split, old)
         has_new = splits - 1 == split
         table_row = page_table + tl.load(slots).to(tl.int64) * table_stride
-        k, v = _load_block(
-            keys, values, table_row, first, end, h, page_rows, KV_HEADS, D, DP, PAGE, BLOCK, WORDS
-        )
-        new_row = _cache_rows(table_row, old, True, h, page_rows, KV_HEADS, PAGE)
-        pdl_wait(PDL)
-        g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
-        q = _rotated(qkv, h * G + g, g < G, qk_weight, cosines, sines, old, eps, D, DP)
-        dtype: tl.constexpr = output.dtype.element_ty
-        q = query_for(q.to(dtype), value_scale)
+        k, v = _load_block(keys, values, table_row, first, end, h, page_rows, KV_HEADS, D, PAGE, BLOCK, WORDS)
+        page = tl.load(table_row + old // PAGE).to(tl.int64)
+        new_row = (page * page_rows + old % PAGE) * (KV_HEADS * D) + h * D
+        g, d, j, i = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, BLOCK), tl.arange(0, D // 2)
         one = tl.arange(0, 1)
-        new_k = _rotated(
-            qkv, KV_HEADS * G + h + one, has_new & (one < 1), qk_weight, cosines, sines, old, eps, D, DP
-        )
-        is_new = has_new & (d < D)[None, :]
-        of_value = qkv + ((KV_HEADS * (G + 1) + h) * D + d)[None, :]
-        new_v = tl.load(of_value, mask=is_new, other=0.0)
+        of_queries, of_key = (h * G + g) * D, (KV_HEADS * G + h + one) * D
+        is_query, is_key = g < G, has_new & (one < 1)
+        of_norm, of_key_norm = None, None
+        if qk_weight is not None:
+            of_norm = _halves(qk_weight, of_queries, is_query, D)
+            of_key_norm = _halves(qk_weight, of_key, is_key, D)
+        cos = tl.load(cosines + old * (D // 2) + i)[None, :]
+        sin = tl.load(sines + old * (D // 2) + i)[None, :]
+        pdl_wait(PDL)
+        queries = _halves(qkv, of_queries, is_query, D)
+        new_key = _halves(qkv, of_key, is_key, D)
+        new_v = tl.load(qkv + of_key[:, None] + (KV_HEADS * D + d)[None, :], mask=is_key[:, None], other=0.0)
+        dtype: tl.constexpr = output.dtype.element_ty
+        low, high = _rotated(queries, of_norm, (cos, sin), eps, D)
+        q = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (GP, D))
+        q = query_for(q.to(dtype), value_scale)
+        low, high = _rotated(new_key, of_key_norm, (cos, sin), eps, D)
+        new_k = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (1, D))
         new_k, new_v = as_stored(new_k, dtype, key_inverse), as_stored(new_v, dtype, value_inverse)
-        tl.store(keys + new_row * D + d[None, :], new_k, mask=is_new)
-        tl.store(values + new_row * D + d[None, :], new_v, mask=is_new)
-        softmax = _no_keys(GP, DP, WORDS)
+        tl.store(keys + new_row + d[None, :], new_k, mask=is_key[:, None])
+        tl.store(values + new_row + d[None, :], new_v, mask=is_key[:, None])
+        softmax = _no_keys(GP, D, WORDS)
         softmax = _attend_block(q, k, v, first + j < end, scale, softmax, WORDS, PRECISION)
         for start in tl.range(first + BLOCK, end, BLOCK, num_stages=STAGES):
             k, v = _load_block(
-                keys, values, table_row, start, end, h, page_rows, KV_HEADS, D, DP, PAGE, BLOCK, WORDS
+                keys, values, table_row, start, end, h, page_rows, KV_HEADS, D, PAGE, BLOCK, WORDS
             )
             softmax = _attend_block(q, k, v, start + j < end, scale, softmax, WORDS, PRECISION)
         top, total, acc = softmax
         if WORDS:  # the last dimension of a join counts first
             joined = tl.join(tl.join(acc[0], acc[2]), tl.join(acc[1], acc[3]))
-            weighted = tl.reshape(joined, (GP, DP))
+            weighted = tl.reshape(joined, (GP, D))
         else:
             weighted = acc[0]
         if has_new:
@@ -212,28 +249,19 @@ def _attend_token(
             weighted = weighted * shrink[:, None] + weight[:, None] * new_v.to(tl.float32)
             total, top = total * shrink + weight, new_top
         head = h * G + g
-        inside = (g < G)[:, None] & (d < D)[None, :]
+        inside = is_query[:, None]
         if splits == 1:
             result = normalised(weighted, total[:, None], value_scale)
             tl.store(output + head[:, None] * D + d[None, :], result.to(dtype), mask=inside)
         else:
-            at = (split * KV_HEADS + h) * G + g
+            at = split * (KV_HEADS * G) + head
             tl.store(partial + at[:, None] * D + d[None, :], weighted, mask=inside)
             tl.store(maxima + at * 2, top, mask=g < G)
             tl.store(maxima + at * 2 + 1, total, mask=g < G)
             tl.debug_barrier()
             done = tl.atomic_add(counters + h, 1, sem="acq_rel")
             if done == splits - 1:
-                if SPLITS <= 4 or splits > 4:
-                    combine(
-                        output, partial, maxima, 0, h, 0, splits, per_split, kv_len, value_scale,
-                        KV_HEADS, G, D, DP, SPLITS,
-                    )  # fmt: skip
-                else:
-                    combine(
-                        output, partial, maxima, 0, h, 0, splits, per_split, kv_len, value_scale,
-                        KV_HEADS, G, D, DP, 4,
-                    )  # fmt: skip
+                _combine(output, partial, maxima, h, splits, value_scale, KV_HEADS, G, D)
                 tl.store(counters + h, 0)
     else:
         pdl_wait(PDL)
@@ -251,6 +279,7 @@ def attend_token(
     scales: tuple[float, float] | None,
     splits: int,
     num_decode: Tensor | None,
+    num_kv_heads: int,
     arguments: dict[str, object],
 ) -> None:
     """Attend for the only token of a step, which decodes, and store its key and value.
@@ -262,13 +291,16 @@ def attend_token(
         eps: the epsilon of the QK-norm.
         cosines: float32 `[max_position, head_dim / 2]`.
         sines: float32 `[max_position, head_dim / 2]`.
-        output: `[1, num_heads, head_dim]`.
+        output: `[1, num_heads, head_dim]`, with a head_dim of a power of two, at least 16.
         scales: those of keys and values of a pool in FP8, else None.
         splits: into how many parts the keys are split at most.
         num_decode: int `[1]`: 0 if the token is padding, else 1; None: it is not.
+        num_kv_heads: number of key-value heads.
         arguments: the others, as for `segue.kernels.triton.attention.decode`.
     """
-    _attend_token[(splits, arguments["KV_HEADS"])](
+    _, num_heads, head_dim = output.shape
+    group = num_heads // num_kv_heads
+    _attend_token[(splits, num_kv_heads)](
         qkv=qkv,
         qk_weight=qk_weight,
         cosines=cosines,
@@ -279,6 +311,10 @@ def attend_token(
         key_inverse=None if scales is None else 1 / scales[0],
         value_inverse=None if scales is None else 1 / scales[1],
         SPLITS=splits,
+        GP=max(16, triton.next_power_of_2(group)),
+        BLOCK=_BLOCK,
+        STAGES=_STAGES,
+        WORDS=scales is not None and head_dim >= 64,
         **arguments,
-        **launch_options(2, 1),
+        **launch_options(_WARPS, 1),
     )
