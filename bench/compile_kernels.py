@@ -39,6 +39,7 @@ from segue.kernels.triton import (
     fp8_tokens,
     gate_up_silu,
     gemm,
+    gemv,
     grouped_copy,
     launch,
     moe,
@@ -49,6 +50,7 @@ from segue.kernels.triton import (
     step_inputs,
 )
 from segue.kernels.triton.gemm import TritonBatchInvariantGemm
+from segue.kernels.unnormed import Unnormed
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import backing
@@ -180,6 +182,15 @@ def _fp8_gemms(device: DeviceFacts) -> None:
             fp8_tokens.multiply_in_fp8(tokens, _fp8(size, 4096), torch.empty(size, 32), None)
 
 
+def _gemvs(device: DeviceFacts) -> None:
+    """Compile GEMMs of one token."""
+    for depth, block, gated in itertools.product((1024, 2560, 4096, 12288, 28672), (None, 0, 128), (0, 1)):
+        weight, x = _bf16(256, depth) if block is None else _fp8(256, depth), _bf16(1, depth)
+        scales = None if block is None else torch.empty(256, depth // block if block else 1)
+        for token in (x, Unnormed(x, x, _bf16(depth), 1e-6, x)):
+            gemv.gemv(token, weight, scales, block or 0, None, torch.bfloat16, gated=bool(gated))
+
+
 def _batch_invariant(device: DeviceFacts) -> None:
     """Compile the GEMMs of deterministic mode."""
     for rows in (1, 32, 64, 256, 8192):
@@ -261,6 +272,10 @@ def _attention(device: DeviceFacts) -> None:
             )
             backend.prepare(ctx)
             backend.forward(_bf16(count * q_len, 32, dim), None, None, 0, ctx)
+            if count == q_len == 1:
+                qkv, angles = _bf16(1, (32 + 2 * 8) * dim), (torch.empty(64, dim // 2),) * 2
+                for norm in (torch.empty(32 + 8, dim), None):
+                    backend.attend_token(qkv, norm, 1e-6, angles, 0, ctx)
 
 
 def _experts(device: DeviceFacts) -> None:
@@ -336,7 +351,7 @@ def _weights(device: DeviceFacts) -> None:
 
 PARTS: list[Callable[[DeviceFacts], None]] = [
     *(partial(_gemms, rows=rows) for rows in ROWS),
-    *(_fp8_gemms, _batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
+    *(_fp8_gemms, _gemvs, _batch_invariant, _small, _attention, _experts, _sampling, _ranks, _weights),
 ]
 
 

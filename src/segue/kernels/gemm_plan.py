@@ -16,7 +16,7 @@ Kind = Literal["split", "whole", "gated"]
 """What a GEMM returns: split-K partials if that is faster, whole results, or `silu(gate) * up`, whole."""
 
 ELEMENT = 2  # bytes of a bfloat16
-ROWS = (1, 8, 16, 32, 64)  # a plan that is found at a start serves up to so many; more gain nothing
+ROWS = (8, 16, 32, 64)  # a plan that is found at a start serves up to so many; more gain nothing
 MAX_GATED_ROWS = 64  # rows up to which one kernel may do the gate-up GEMM and its activation
 NUM_CANDIDATES = 8
 FEW_ROWS = 8  # rows up to which kernels start their successors early, see `kernels.triton.launch`

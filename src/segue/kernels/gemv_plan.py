@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_DEPTH = 32768  # columns of a weight that the registers of a program hold
+_MAX_DEPTH = 32768  # columns of a weight that the registers of a program hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,15 @@ class GemvPlan:
     warps: int
 
 
+def fits_gemv(depth: int) -> bool:
+    """Returns whether there are plans for weights of `depth` columns."""
+    return depth <= _MAX_DEPTH and depth % 16 == 0
+
+
 def choose_gemv(depth: int, *, in_fp8: bool, gated: bool, num_sms: int) -> GemvPlan:
     """Returns the plan for a weight of `depth` columns."""
     if depth > 16384:
-        numbers, per_sm, warps = 32768, 1, 16
+        numbers, per_sm, warps = 65536 if in_fp8 else 32768, 1, 16
     elif in_fp8:
         numbers, per_sm, warps = (16384, 4, 4) if gated else (32768, 3, 8)
     elif depth > 8192:

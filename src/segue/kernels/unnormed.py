@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from segue.kernels.fp8 import FP8Tokens
-from segue.kernels.gemv_plan import MAX_DEPTH
+from segue.kernels.gemv_plan import fits_gemv
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,5 @@ def can_stream(x: Activations, weight: Tensor) -> bool:
 
     It has not where the weight has another layout, as for `--deterministic`.
     """
-    if isinstance(x, FP8Tokens) or not x.is_cuda or len(x) != 1:
-        return False
-    depth = weight.shape[1]
-    return x.dtype in (torch.bfloat16, torch.float16) and depth <= MAX_DEPTH and depth % 16 == 0
+    is_token = not isinstance(x, FP8Tokens) and x.is_cuda and len(x) == 1
+    return is_token and x.dtype in (torch.bfloat16, torch.float16) and fits_gemv(weight.shape[1])
