@@ -100,18 +100,18 @@ def test_plans_are_found_kept_and_used(no_plans, cache) -> None:
     from segue.kernels.triton import gemm
     from segue.kernels.triton.plan_timing import find_plans, use_plans
 
-    gemms = [model_gemm("split", 2560, 9728, rows=1), model_gemm("gated", 19456, 2560, rows=8)]
+    gemms = [model_gemm("split", 2560, 9728, rows=8), model_gemm("gated", 19456, 2560, rows=8)]
     began = time.monotonic()
     found, text = find_plans(gemms, cache)
     assert time.monotonic() - began < 10
     assert text.startswith("2 of 2 timed in ")
-    assert set(found["2560x9728"]["1"]) == {"split"}
+    assert set(found["2560x9728"]["8"]) == {"split"}
     assert cache.load() == found
     assert find_plans(gemms, cache) == (found, "all are stored or cached")
     use_plans(found)
-    plan = found["2560x9728"]["1"]["split"]
-    assert gemm.choose(1, 9728, 2560, torch.bfloat16, "split") == (GemmPlan(**plan) if plan else None)
-    assert gemm.choose(1, 9728, 2560, torch.float16, "split") is None
+    plan = found["2560x9728"]["8"]["split"]
+    assert gemm.choose(8, 9728, 2560, torch.bfloat16, "split") == (GemmPlan(**plan) if plan else None)
+    assert gemm.choose(8, 9728, 2560, torch.float16, "split") is None
 
 
 def test_a_plan_that_was_found_is_faster_than_cublas(cache) -> None:

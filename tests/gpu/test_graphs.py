@@ -244,7 +244,8 @@ def test_the_self_check_finds_a_graph_that_reads_stale_memory(make):
         planner.generate(making.prompt(30, seed=1), 1)  # so that the graph reads old inputs of its own bucket
         executor = executor_of(runner)
         if kind == "inputs":  # as if the static buffer had been allocated again
-            executor._inputs._buffer = executor._inputs._buffer.clone()
+            stale = executor._inputs._buffer  # stays allocated, so that its indices stay valid
+            executor._inputs._buffer = stale.clone()
         else:
             norm = executor.model.layers[1].post_norm
             norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
