@@ -14,7 +14,9 @@ memory service and its holder, and the front and the worker of the engine that s
 fill caches and do not count. Beside a GPU it also notes how much of its memory is in use.
 
 The bars: no more descriptors, at most 1 % and 2 more mappings, and at most 2 % and 1 MiB more memory at the
-end than at the beginning, and at most 32 MiB more of the GPU's.
+end than at the beginning, and at most 32 MiB more of the GPU's. What a process takes for its caches and
+rings, and its allocator for the gaps between, it takes once: of twelve samples or more, from the middle to
+the end there may be no mapping more, and at most 256 KiB more that is not mapped from files.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from segue.gms.supervisor import GMS_COMMAND
 from segue.launch.processes import WORKER_COMMAND
 
 MOST_MORE_OF_GPU_MIB = 32
+MOST_LATE_KIB = 256  # from the middle to the end
 WHOLE_S, START_S, STOP_S = 120.0, 120.0, 20.0
 STREAMS, TOKENS = 3, 48
 
@@ -105,6 +108,25 @@ def leaks(first: Sizes, grown: Mapping[str, ProcessSize]) -> list[str]:
         for field, limit in bars.items():
             if getattr(more, field) > limit:
                 found.append(f"{name}: {getattr(more, field)} more {field}, and {limit} are allowed")
+    return found
+
+
+def late_growth(samples: Sequence[Sizes], num_each: int) -> dict[str, ProcessSize]:
+    """Return how much each process has grown from the middle to the end; {}: there are too few samples."""
+    if len(samples) < 4 * num_each:
+        return {}
+    middle = len(samples) // 2
+    return growth(samples[middle : middle + num_each], samples[-num_each:])
+
+
+def late_leaks(grown: Mapping[str, ProcessSize]) -> list[str]:
+    """Return what still grows where all that is taken once has been taken."""
+    found = []
+    for name, more in grown.items():
+        kib = more.pss_kib - more.pss_file_kib
+        if more.mappings > 0 or kib > MOST_LATE_KIB:
+            text = f"{more.mappings} more mappings and {kib} KiB more since the middle"
+            found.append(f"{name}: {text}, and none and {MOST_LATE_KIB} KiB are allowed")
     return found
 
 
@@ -240,7 +262,8 @@ def soak(
         }
     num_each = max(1, min(3, len(samples) // 2))
     grown = growth(samples[:num_each], samples[-num_each:])
-    found = leaks(samples[0], grown)
+    late = late_growth(samples, num_each)
+    found = leaks(samples[0], grown) + late_leaks(late)
     if of_gpu:
         more = statistics.median(of_gpu[-num_each:]) - statistics.median(of_gpu[:num_each])
         if more > MOST_MORE_OF_GPU_MIB:
@@ -256,6 +279,7 @@ def soak(
         "first": {name: asdict(size) for name, size in samples[0].items()},
         "last": {name: asdict(size) for name, size in samples[-1].items()},
         "growth": {name: asdict(size) for name, size in grown.items()},
+        "late_growth": {name: asdict(size) for name, size in late.items()},
         "samples": [[asdict(size) | {"process": name} for name, size in each.items()] for each in samples],
         "GPU memory in use, MiB": of_gpu,
         "leaks": found,

@@ -19,7 +19,6 @@ import argparse
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,8 +30,6 @@ import httpx
 from bench import cpu_vs_transformers, launch, report, workload
 from bench.before_after import ORDER, Figures, compared
 from segue.checkpoint.source import resolve
-from segue.gms.client import GmsClient
-from segue.gms.client_connection import GmsTarget
 from tests.e2e.slabs import slabs_of
 
 COPIES = 1.02  # that the slabs of all engines may take in sum
@@ -91,23 +88,9 @@ def engine(*options: str) -> Iterator[BenchEngine]:
             found.close()
 
 
-@contextmanager
-def service() -> Iterator[str]:
-    """Yield the directory of a memory service."""
-    with tempfile.TemporaryDirectory(prefix="segue-bench-gms-") as directory:
-        command = [sys.executable, "-m", "segue", "gms", "serve", "--gms-dir", directory, "--devices", "cpu"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            GmsClient(GmsTarget(directory=directory, tag="watch")).close()
-            yield directory
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def measure_speed(options: list[str], blocks: int) -> dict[str, Any]:
     """Compare the speeds of an engine with shared weights and of two with weights of their own."""
-    with service() as directory, ExitStack() as stack:
+    with launch.memory_service("cpu") as directory, ExitStack() as stack:
         start = partial(lambda *more: stack.enter_context(engine(*options, *more)))
         sides = {"before": start(), "after": start("--gms-dir", directory), "before again": start()}
         for each in sides.values():
@@ -122,7 +105,7 @@ def measure_speed(options: list[str], blocks: int) -> dict[str, Any]:
 def measure_memory(options: list[str]) -> dict[str, Any]:
     """Return one copy of the weights, and the sum of the shares of 1, 2, … engines, in bytes."""
     shares, copy = [], 0
-    with service() as directory, ExitStack() as stack:
+    with launch.memory_service("cpu") as directory, ExitStack() as stack:
         engines: list[BenchEngine] = []
         for _ in range(NUM_ENGINES):
             engines.append(stack.enter_context(engine(*options, "--gms-dir", directory)))
@@ -137,7 +120,7 @@ def measure_updates(options: list[str], count: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     with engine(*options) as own:
         found["own weights"] = [own.update() for _ in range(count)]
-    with service() as directory, engine(*options, "--gms-dir", directory) as first:
+    with launch.memory_service("cpu") as directory, engine(*options, "--gms-dir", directory) as first:
         found["shared"] = [first.update() for _ in range(count)]
         with engine(*options, "--gms-dir", directory):
             found["shared, one follower"] = [first.update() for _ in range(count)]

@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+
+from segue.gms.client import GmsClient
+from segue.gms.client_connection import GmsTarget
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -96,6 +100,20 @@ def started(
         yield process
     finally:
         _stop(process)
+
+
+@contextmanager
+def memory_service(devices: str) -> Iterator[str]:
+    """Yield the directory of a memory service for devices, ``cpu`` or ``all``."""
+    with tempfile.TemporaryDirectory(prefix="segue-bench-gms-") as directory:
+        words = [sys.executable, "-m", "segue", "gms", "serve", "--gms-dir", directory, "--devices", devices]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        try:
+            GmsClient(GmsTarget(directory=directory, tag="watch")).close()
+            yield directory
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, seconds: float) -> None:

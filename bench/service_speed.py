@@ -14,10 +14,9 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
-from bench import report, suite
+from bench import launch, report, suite
 
 ORDER = ("without", "with", "with", "without")
 LOSS_BAR = 0.01
@@ -42,18 +41,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     args, options = parser.parse_known_args()
     rates: dict[str, list[float]] = {name: [] for name in ORDER}
-    with tempfile.TemporaryDirectory() as directory:
-        service = [sys.executable, "-m", "segue", "gms", "serve", "--gms-dir", directory, "--devices", "all"]
-        process = subprocess.Popen(service)  # the engines wait for it
-        try:
-            for _ in range(args.rounds):
-                for name in ORDER:
-                    own = [f"--gms-dir={directory}"] if name == "with" else []
-                    rates[name].append(measured(args.size, [*options, *own]))
-                    print(f"{name} the service: {rates[name][-1]:.0f} tokens/s", flush=True)
-        finally:
-            process.terminate()
-            process.wait()
+    with launch.memory_service("all") as directory:
+        for _ in range(args.rounds):
+            for name in ORDER:
+                own = [f"--gms-dir={directory}"] if name == "with" else []
+                rates[name].append(measured(args.size, [*options, *own]))
+                print(f"{name} the service: {rates[name][-1]:.0f} tokens/s", flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     loss = 1 - medians["with"] / medians["without"]
     report.show(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,13 @@ import pytest
 
 from segue.discovery.opening import open_discovery
 from segue.failover.lock import CohortLock
+from tests.conftest import least_measured
 from tests.launch.test_processes import is_alive
 from tests.support.shadows import ShadowProcess, wait_until
 
 DEADLINE_S = 1.0
+GONE_S = DEADLINE_S + 1.0  # from the call to the end of the frontend and all ranks
+SEEN_S = 5.0  # from the end of a parked engine's rank to the probe that says so
 PROBES = ("startup", "live", "ready", "health")
 MANUAL = {"wake": "manual", "wake_timeout_s": DEADLINE_S, "tp": 2}
 SLEEP, HOLD_GIL = "import time; time.sleep(600)", "import ctypes; ctypes.PyDLL(None).sleep(600)"
@@ -188,8 +193,12 @@ class Watcher:
                 self.num_seen += probe.connect_ex(("127.0.0.1", self._port)) == 0
 
 
-def wake_and_wait(shadow: ShadowProcess, what: str) -> None:
-    """Wake an engine that will hang, and check that it ends in time, with its ranks, and never listens."""
+def seconds_of_wake(shadow: ShadowProcess, what: str) -> float:
+    """Wake an engine that will hang, and check that it ends, with its ranks, and never listens.
+
+    Returns the seconds from the call to the end of all its processes.
+    """
+    shadow.until("standby")
     workers, watcher = shadow.workers(), Watcher(shadow.port)
     try:
         assert len(workers) == 2
@@ -204,6 +213,15 @@ def wake_and_wait(shadow: ShadowProcess, what: str) -> None:
     print(f"{what}: gone after {seconds:.2f} s; the deadline is {DEADLINE_S:g} s")
     assert seconds >= DEADLINE_S
     assert code == 1 and watcher.num_seen == 0
+    return seconds
+
+
+def check_gone_in_time(engines: dict[str, ShadowProcess], start: Callable[[str], ShadowProcess]) -> None:
+    """Wake engines that will hang, by what hangs; ``start`` starts one again, which another try needs."""
+    for what, first in engines.items():
+        shadows = itertools.chain([first], map(start, itertools.repeat(what)))
+        measure = partial(lambda shadows, what: seconds_of_wake(next(shadows), what), shadows, what)
+        assert least_measured(GONE_S, measure) < GONE_S, what
 
 
 @pytest.fixture
@@ -216,18 +234,18 @@ def engines() -> Iterator[ExitStack]:
 def test_a_wake_that_hangs_ends_the_engine_in_time(
     tiny_model: Path, tmp_path: Path, engines: ExitStack
 ) -> None:
-    hangs, router = {}, engines.enter_context(RegistrationLog())
-    for how, rank in (("sleep", 0), ("gil", 0), ("stop", 1)):
-        environment = {"FAKE_WAKE": how, "FAKE_WAKE_RANK": str(rank)}
+    router, ranks = engines.enter_context(RegistrationLog()), {"sleep": 0, "gil": 0, "stop": 1}
+
+    def start(how: str) -> ShadowProcess:
+        environment = {"FAKE_WAKE": how, "FAKE_WAKE_RANK": str(ranks[how])}
         shadow = ShadowProcess(tiny_model, tmp_path / how, "a", environment, register=router.url, **MANUAL)
-        hangs[f"{how} of rank {rank}"] = engines.enter_context(shadow)
-    for what, shadow in hangs.items():
-        shadow.until("standby")
-        wake_and_wait(shadow, what)
+        return engines.enter_context(shadow)
+
+    check_gone_in_time({how: start(how) for how in ranks}, start)
     lock = CohortLock(tmp_path / "gil", "default")
     assert lock.try_acquire(), "the next engine can have the lock"
     lock.release()
-    assert [recorded_in(tmp_path / how) for how in ("sleep", "gil", "stop")] == [[]] * 3
+    assert [recorded_in(tmp_path / how) for how in ranks] == [[]] * 3
     assert router.bodies == []
 
 
@@ -244,16 +262,16 @@ sys.exit(program.main())
 def test_a_frontend_that_hangs_in_a_wake_ends_with_its_ranks(
     tiny_model: Path, tmp_path: Path, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, router = {}, engines.enter_context(RegistrationLog())
-    for name, how in (("sleep", SLEEP), ("gil", HOLD_GIL)):
-        program = tmp_path / f"{name}.py"
-        program.write_text(HANGS.format(how=how))
+    router, hangs = engines.enter_context(RegistrationLog()), {"sleep": SLEEP, "gil": HOLD_GIL}
+
+    def start(how: str) -> ShadowProcess:
+        program = tmp_path / f"{how}.py"
+        program.write_text(HANGS.format(how=hangs[how]))
         monkeypatch.setattr("tests.support.shadows.PROGRAM", str(program))
-        shadow = ShadowProcess(tiny_model, tmp_path / name, "a", register=router.url, **MANUAL)
-        hangs[f"{name} of the front"] = engines.enter_context(shadow)
-    for what, shadow in hangs.items():
-        shadow.until("standby")
-        wake_and_wait(shadow, what)
+        shadow = ShadowProcess(tiny_model, tmp_path / how, "a", register=router.url, **MANUAL)
+        return engines.enter_context(shadow)
+
+    check_gone_in_time({how: start(how) for how in hangs}, start)
     assert router.bodies == []
 
 
@@ -282,6 +300,11 @@ def test_a_wake_that_fails_leaves_the_lock_to_the_next_engine(
 
 
 def test_a_parked_shadow_that_dies_is_seen(tiny_model: Path, cohort: Path) -> None:
+    assert least_measured(SEEN_S, lambda: seconds_until_seen(tiny_model, cohort)) < SEEN_S
+
+
+def seconds_until_seen(tiny_model: Path, cohort: Path) -> float:
+    """Kill a rank of an engine that stands by; returns the seconds until `/live` says so."""
     with ShadowProcess(tiny_model, cohort, "a", wake="manual", tp=2, exit_grace=20.0) as shadow:
         shadow.until("standby")
         began = time.monotonic()
@@ -289,8 +312,8 @@ def test_a_parked_shadow_that_dies_is_seen(tiny_model: Path, cohort: Path) -> No
         wait_until(lambda: shadow.probe("live")[0] == 503, "the 503 of /live")
         seconds = time.monotonic() - began
         print(f"killed rank seen after {seconds:.3f} s")
-        assert seconds < 15.0, "it is seen before the engine ends after its grace period"
         assert not shadow.listens()
+        return seconds
 
 
 @pytest.mark.slow
@@ -298,8 +321,12 @@ def test_a_parked_shadow_that_is_stopped_is_seen(tiny_model: Path, cohort: Path)
     with ShadowProcess(tiny_model, cohort, "a", wake="manual", tp=2) as shadow:
         shadow.until("standby")
         rank = shadow.workers()[1]
+        began = time.monotonic()
         os.kill(rank, signal.SIGSTOP)
         wait_until(lambda: shadow.probe("live")[0] == 503, "the 503 of /live")
+        seconds = time.monotonic() - began
+        print(f"stopped rank seen after {seconds:.3f} s")
+        assert seconds < SEEN_S + 1.0
         assert "a worker rank has not answered for" in shadow.probe("live")[1]["message"]
         os.kill(rank, signal.SIGCONT)
         wait_until(lambda: shadow.probe("live")[0] == 200, "its recovery")

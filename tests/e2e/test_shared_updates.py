@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.e2e.served import Served, serve
 from tests.e2e.syncing import GREEDY, PROMPTS, Syncing, file_of, split, tensors_of, write_checkpoints
 from tests.gms import running as gms
 from tests.gms.relay import Relay, relaying
-from tests.support.shadows import ShadowProcess
+from tests.support.shadows import ShadowProcess, wait_until
 from tests.support.shared_client import shared_client
 from tests.weight_update.conftest import trainer_address as trainer_address
 from tests.weight_update.updating import rank_of
@@ -36,13 +36,14 @@ from segue.launch.processes import WORKER_COMMAND
 program.COMMAND = WORKER_COMMAND
 sys.exit(program.main())
 """
+START_S = 120.0  # on a GPU, kernels may have to be compiled first
 MASK = (1 << 64) - 1
 PART = "model.layers.0.self_attn.q_proj.weight"
 
 
-def checksum_of(checkpoint: Path) -> int:
+def checksum_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> int:
     """The checksum of weights that come from a checkpoint's files."""
-    with rank_of(checkpoint, dtype=torch.float32) as rank:
+    with rank_of(checkpoint, dtype=dtype) as rank:
         sums: dict[str, int] = rank.do(Inspect, request=CheckWeights(action="checksum"))["checksums"]
     return sum(sums.values()) & MASK
 
@@ -137,7 +138,7 @@ class Cohort:
             self.engines[name] = ShadowProcess(self._model, self._directory, name, **self._options)
         for name in names:
             engine = self.engines[name]
-            gms.until(lambda engine=engine: engine.state in ("active", "standby"), engine.log())  # type: ignore[misc]
+            wait_until(lambda engine=engine: engine.state in ("active", "standby"), f"{name} starts", START_S)  # type: ignore[misc]
 
     @property
     def active(self) -> ShadowProcess:
@@ -161,23 +162,35 @@ class Cohort:
             self.kill(engine)
 
 
-@pytest.fixture
-def new_cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cohort]]:
+NewCohort = Callable[..., Cohort]
+
+
+@contextmanager
+def cohorts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, devices: str = "cpu", **options: Any
+) -> Iterator[NewCohort]:
+    """Yields what makes a cohort of a model behind a service for devices; the options are for all engines."""
     program, directory = tmp_path / "real.py", tmp_path / "cohort"
     program.write_text(REAL)
     monkeypatch.setattr("tests.support.shadows.PROGRAM", str(program))
     directory.mkdir(mode=0o700)
     with (
-        gms.running(tmp_path / "gms"),
+        gms.running(tmp_path / "gms", "--devices", devices),
         relaying(tmp_path / "gms", tmp_path / "relay") as relay,
         ExitStack() as stack,
     ):
 
-        def new(model: Path, **options: Any) -> Cohort:
-            cohort = Cohort(model, directory, relay, tmp_path / "relay", **options)
+        def new(model: Path, **more: Any) -> Cohort:
+            cohort = Cohort(model, directory, relay, tmp_path / "relay", **options, **more)
             stack.callback(cohort.close)
             return cohort
 
+        yield new
+
+
+@pytest.fixture
+def new_cohort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewCohort]:
+    with cohorts(tmp_path, monkeypatch) as new:
         yield new
 
 
@@ -208,11 +221,15 @@ def current(tmp_path: Path) -> int:
 
 
 def test_what_a_successor_serves_is_what_the_service_has(
-    tmp_path: Path,
-    trainer_address: str,
-    checkpoints: list[tuple[Path, int]],
-    new_cohort: Callable[..., Cohort],
+    tmp_path: Path, trainer_address: str, checkpoints: list[tuple[Path, int]], new_cohort: NewCohort
 ) -> None:
+    check_successors(tmp_path, trainer_address, checkpoints, new_cohort)
+
+
+def check_successors(
+    tmp_path: Path, trainer_address: str, checkpoints: list[tuple[Path, int]], new_cohort: NewCohort
+) -> None:
+    """Kills the engine that serves at each stage of an update, and looks at what its successor serves."""
     (old, before), (new, _), (third, last) = checkpoints
     cohort = new_cohort(old)
     cohort.start("a")
@@ -279,7 +296,7 @@ def http_shape(checkpoint: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_between_the_remaps_of_its_ranks_leaves_the_new_weights(
-    tmp_path: Path, checkpoints: list[tuple[Path, int]], new_cohort: Callable[..., Cohort]
+    tmp_path: Path, checkpoints: list[tuple[Path, int]], new_cohort: NewCohort
 ) -> None:
     (old, _), (new, after), _ = checkpoints
     cohort = new_cohort(old, tp=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from segue.gms.messages import ServiceEvent
 from tests.conftest import least_measured
 from tests.e2e.served import Served, serve
 from tests.e2e.slabs import slabs_of
+from tests.e2e.syncing import file_of, write_checkpoints
 from tests.gms import running as gms
 from tests.launch.test_processes import is_alive
 from tests.support.child import start_child
@@ -74,6 +76,11 @@ def kill(engine: Served) -> None:
     gms.until(lambda: not any(map(is_alive, ranks)), "the end of the ranks")
 
 
+def checksum(engine: Served) -> object:
+    """The checksum of the weights that an engine serves."""
+    return engine.get("/weights_checker").json()["total"]
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
     """The tokens of an engine that has weights of its own."""
@@ -116,6 +123,32 @@ def test_two_engines_read_one_copy_of_the_weights(
         gms.end(service, signal.SIGKILL)
         assert tokens(reader) == before
         gms.until(lambda: bool(reader.get("/health").json().get("owner_lost")), "nobody hears of it")
+
+
+def test_an_engine_with_other_bytes_of_one_tensor_does_not_start(tmp_path: Path) -> None:
+    """The header of its file, its name and its size are the same; those who read the weights go on."""
+    (model,) = write_checkpoints(tmp_path, "qwen3", 1)
+    file, name = file_of(model), "model.layers.1.mlp.down_proj.weight"
+    directory = tmp_path / "gms"
+    given = ["--model", str(model), "--dtype", "float32", "--device", "cpu", "--num-kv-tokens", "4096"]
+    given += ["--gms-dir", str(directory)]
+    with gms.running(directory), serve(*given) as engine:
+        before, size = checksum(engine), file.stat().st_size
+        with file.open("r+b") as weights:
+            num_header = 8 + int.from_bytes(weights.read(8), "little")
+            header = weights.read(num_header - 8)
+            start, end = json.loads(header)[name]["data_offsets"]
+            weights.seek(num_header + start)
+            assert any(weights.read(end - start))
+            weights.seek(num_header + start)
+            weights.write(bytes(end - start))
+        assert file.stat().st_size == size and file.read_bytes()[8:num_header] == header
+        stranger = refused_start(*given)
+        log = " ".join(stranger.communicate(timeout=gms.DEADLINE_S)[0].split())
+        assert stranger.returncode == 1, log
+        assert "source[model.safetensors].stamp is" in log and "or another --cohort" in log, log
+        assert checksum(engine) == before
+        assert [event.kind for event in events(directory)].count("committed") == 1
 
 
 @pytest.mark.alone
