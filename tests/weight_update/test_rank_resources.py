@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -114,3 +115,29 @@ def test_memory_that_is_in_use_is_never_unmapped() -> None:
         del staging
         gc.collect()
         assert (slab() is not None) is in_use
+
+
+def test_a_rank_that_is_closed_waits_for_a_thread_that_is_just_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream's thread starts one behind the adoption of another engine's weights, whatever ends then."""
+    is_starting, may_start, worked = threading.Event(), threading.Event(), []
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "segue-weights":
+            is_starting.set()
+            assert may_start.wait(10)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    path, _ = checkpoint("llama", tmp_path / "model", 0)
+    with rank_of(path) as rank:
+        stream = threading.Thread(target=rank.updater._start, args=(lambda: worked.append("before"),))
+        stream.start()
+        assert is_starting.wait(10)
+        threading.Timer(0.05, may_start.set).start()  # meanwhile the rank is being closed
+    assert worked == ["before"]
+    stream.join(10)
+    rank.updater._start(lambda: worked.append("after"))
+    assert worked == ["before"] and not rank.updater._threads

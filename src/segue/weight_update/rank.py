@@ -44,7 +44,9 @@ class WeightUpdater:
         self._sessions: dict[int, RankSession] = {}
         self._fetched: NextWeights | None = None  # weights of another engine, which are to be served
         self._packed = PackedAhead(served)  # their packed copies
-        self._threads: set[threading.Thread] = set()  # of joins and leaves
+        self._threads: set[threading.Thread] = set()  # that were started and have not ended
+        self._lock = threading.Lock()  # of the two: the stream's thread starts threads, too
+        self._is_closed = False
 
     def handle(self, command: messages.WeightCommand) -> None:
         """Begin to execute `command` and return at once; a commit is queued behind the submitted steps."""
@@ -70,7 +72,9 @@ class WeightUpdater:
         for session in self._sessions.values():
             session.close()
         self._groups.close()
-        for thread in list(self._threads):
+        with self._lock:
+            self._is_closed, threads = True, list(self._threads)
+        for thread in threads:
             thread.join(timeout=10)
         self._memory.close()
 
@@ -169,14 +173,17 @@ class WeightUpdater:
         self._start(partial(self._replies.answer, call, work))
 
     def _start(self, work: Callable[[], object]) -> None:
-        """Have a thread do `work`."""
+        """Have a thread do `work`, unless all is being closed."""
 
         def run() -> None:
             try:
                 work()
             finally:
-                self._threads.discard(thread)
+                with self._lock:
+                    self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name="segue-weights", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._lock:
+            if not self._is_closed:
+                thread.start()
+                self._threads.add(thread)
