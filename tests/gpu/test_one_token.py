@@ -18,7 +18,9 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("normed", "gated"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("block", [None, 0, 16, 128])
-@pytest.mark.parametrize(("size", "depth"), [(64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)])
+@pytest.mark.parametrize(
+    ("size", "depth"), [(64, 48), (64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)]
+)
 def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     from segue.kernels.triton.gemv import gemv
 
@@ -71,7 +73,9 @@ def test_no_result_of_a_token_with_such_a_number_is_like_others(block, x) -> Non
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(8, 2, 128), (3, 3, 64), (1, 1, 32), (2, 7, 256)]
 )
-@pytest.mark.parametrize(("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128)])
+@pytest.mark.parametrize(
+    ("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128), (9000, 64)]
+)
 def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, norms, scales, dtype) -> None:
     from segue.kernels.triton.norm import qk_norm_rope_store
 
@@ -82,7 +86,7 @@ def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, no
     ctx, pool, heads = case.ctx, case.ctx.kv, kv_heads * group
     qkv = normal(1, (heads + 2 * kv_heads) * head_dim).to(dtype)
     weight = normal(heads + kv_heads, head_dim, seed=3) if norms else None
-    angles = torch.arange(2000, device="cuda")[:, None] * normal(head_dim // 2, seed=4)
+    angles = torch.arange(length, device="cuda")[:, None] * normal(head_dim // 2, seed=4)
     angles = angles.cos(), angles.sin()
     keys, values = pool.key_rows[case.layer], pool.value_rows[case.layer]
     query = qk_norm_rope_store(
