@@ -1,15 +1,21 @@
 """The kernels of steps of one token: GEMMs, and attention with what precedes it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
+from bench import suite
 from segue.kernels.fp8 import dequantize, quantize
 from segue.kernels.unnormed import Unnormed
 from tests.gpu.test_attention import make_case
 from tests.gpu.test_kernels import close, normal
+from tests.model_runner import making
+from tests.model_runner.planner import Planner
 
 pytestmark = pytest.mark.gpu
 HALVES = [torch.bfloat16, torch.float16]
@@ -119,3 +125,34 @@ def test_a_token_that_is_padding_is_not_stored() -> None:
     qkv, angles = normal(1, 5 * 2 * 64, dtype=torch.bfloat16), (normal(200, 32), normal(200, 32))
     assert ctx.backend.attend_token(qkv, None, 1e-6, angles, case.layer, ctx) is not None
     assert torch.equal(ctx.kv.data.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}], ids=str)
+def test_kernels_that_overlap_give_the_bits_of_kernels_that_run_alone(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each replay the self-check runs the step again, each kernel when the one before has ended."""
+    from triton.runtime.jit import JITFunction
+
+    (tmp_path / "config.json").write_text(
+        json.dumps(suite.COMMON | suite.SHAPES["0.6b"] | {"num_hidden_layers": 4})
+    )
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "page_size": 64}
+    common |= {"num_kv_tokens": 8192, "max_model_len": 4096, "max_running_requests": 2}
+    runner = making.make_runner(
+        tmp_path, **common, **options, gemm_plans="stored", chunked_prefill_size=512, graph_self_check=True
+    )
+    launch, launched = JITFunction.run, []
+
+    def run_alone(function: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(function.__name__)
+        result = launch(function, *args, **kwargs)
+        torch.cuda.synchronize()
+        return result
+
+    monkeypatch.setattr(JITFunction, "run", run_alone)
+    planner = Planner(runner)
+    for length in (5, 3000):  # the programs of the second one have more than one block of keys
+        assert len(planner.generate(making.prompt(length), 60, 512).output) == 60
+    runner.close()
+    assert launched.count("_attend_token") == 2 * 59 * 4
