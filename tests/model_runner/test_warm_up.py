@@ -278,6 +278,16 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
     assert names == OF_STEPS
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(64, 64), (64, 128), (33, 128)])
+def test_attention_of_one_token_is_for_groups_that_fit_the_registers(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, heads: int, dim: int
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": dim}
+    found = {kernel for kernel, _ in warmed_by(FakeModel(**sizes, rows=2, chunk=16), monkeypatch)}
+    assert ("token_attention._attend_token" in found) == (heads * dim <= 4096)
+    assert "attention.decode" in found
+
+
 def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
     model = FakeModel(**fake.EXPERTS, rows=8, chunk=64, max_seq_len=64, num_hidden_layers=9).model
     before = [*model.layers]
