@@ -94,7 +94,7 @@ def _pairs(token):
 def _multiply_fp8(w, even, odd, factors, scales, n, size, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the products `[BN]` of rows in FP8, in words of four, and a token in `_pairs`.
 
-    8 products each are added up in float16, below 56 before `factors`. Each rounding is an eighth of that of
+    8 products each are added up in float16, at most 56 before `factors`. A rounding is an eighth of that of
     a token to bfloat16; the error of the result is about a quarter of what that would cause.
     """
     rows: tl.constexpr = w.shape[0]
