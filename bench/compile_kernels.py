@@ -184,9 +184,11 @@ def _fp8_gemms(device: DeviceFacts) -> None:
 
 def _gemvs(device: DeviceFacts) -> None:
     """Compile GEMMs of one token."""
-    for depth, block, gated in itertools.product((1024, 2560, 4096, 12288, 28672), (None, 0, 128), (0, 1)):
+    for depth, block, gated in itertools.product(
+        (64, 1024, 2560, 4096, 12288, 28672), (None, 0, 128), (0, 1)
+    ):
         weight, x = _bf16(256, depth) if block is None else _fp8(256, depth), _bf16(1, depth)
-        scales = None if block is None else torch.empty(256, depth // block if block else 1)
+        scales = None if block is None else torch.empty(256, -(-depth // block) if block else 1)
         for token in (x, Unnormed(x, x, _bf16(depth), 1e-6, x)):
             gemv.gemv(token, weight, scales, block or 0, None, torch.bfloat16, gated=bool(gated))
 

@@ -1,15 +1,21 @@
 """The kernels of steps of one token: GEMMs, and attention with what precedes it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
+from bench import suite
 from segue.kernels.fp8 import dequantize, quantize
 from segue.kernels.unnormed import Unnormed
 from tests.gpu.test_attention import make_case
 from tests.gpu.test_kernels import close, normal
+from tests.model_runner import making
+from tests.model_runner.planner import Planner
 
 pytestmark = pytest.mark.gpu
 HALVES = [torch.bfloat16, torch.float16]
@@ -18,7 +24,9 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("normed", "gated"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("block", [None, 0, 16, 128])
-@pytest.mark.parametrize(("size", "depth"), [(64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)])
+@pytest.mark.parametrize(
+    ("size", "depth"), [(64, 48), (64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)]
+)
 def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     from segue.kernels.triton.gemv import gemv
 
@@ -71,7 +79,9 @@ def test_no_result_of_a_token_with_such_a_number_is_like_others(block, x) -> Non
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(8, 2, 128), (3, 3, 64), (1, 1, 32), (2, 7, 256)]
 )
-@pytest.mark.parametrize(("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128)])
+@pytest.mark.parametrize(
+    ("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128), (9000, 64)]
+)
 def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, norms, scales, dtype) -> None:
     from segue.kernels.triton.norm import qk_norm_rope_store
 
@@ -82,7 +92,7 @@ def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, no
     ctx, pool, heads = case.ctx, case.ctx.kv, kv_heads * group
     qkv = normal(1, (heads + 2 * kv_heads) * head_dim).to(dtype)
     weight = normal(heads + kv_heads, head_dim, seed=3) if norms else None
-    angles = torch.arange(2000, device="cuda")[:, None] * normal(head_dim // 2, seed=4)
+    angles = torch.arange(length, device="cuda")[:, None] * normal(head_dim // 2, seed=4)
     angles = angles.cos(), angles.sin()
     keys, values = pool.key_rows[case.layer], pool.value_rows[case.layer]
     query = qk_norm_rope_store(
@@ -115,3 +125,34 @@ def test_a_token_that_is_padding_is_not_stored() -> None:
     qkv, angles = normal(1, 5 * 2 * 64, dtype=torch.bfloat16), (normal(200, 32), normal(200, 32))
     assert ctx.backend.attend_token(qkv, None, 1e-6, angles, case.layer, ctx) is not None
     assert torch.equal(ctx.kv.data.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}], ids=str)
+def test_kernels_that_overlap_give_the_bits_of_kernels_that_run_alone(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each replay the self-check runs the step again, each kernel when the one before has ended."""
+    from triton.runtime.jit import JITFunction
+
+    (tmp_path / "config.json").write_text(
+        json.dumps(suite.COMMON | suite.SHAPES["0.6b"] | {"num_hidden_layers": 4})
+    )
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "page_size": 64}
+    common |= {"num_kv_tokens": 8192, "max_model_len": 4096, "max_running_requests": 2}
+    runner = making.make_runner(
+        tmp_path, **common, **options, gemm_plans="stored", chunked_prefill_size=512, graph_self_check=True
+    )
+    launch, launched = JITFunction.run, []
+
+    def run_alone(function: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(function.__name__)
+        result = launch(function, *args, **kwargs)
+        torch.cuda.synchronize()
+        return result
+
+    monkeypatch.setattr(JITFunction, "run", run_alone)
+    planner = Planner(runner)
+    for length in (5, 3000):  # the programs of the second one have more than one block of keys
+        assert len(planner.generate(making.prompt(length), 60, 512).output) == 60
+    runner.close()
+    assert launched.count("_attend_token") == 2 * 59 * 4

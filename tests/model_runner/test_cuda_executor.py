@@ -249,6 +249,22 @@ def test_a_graph_has_all_layers_and_the_eager_run_before_it_those_that_differ(
     assert of_grid == [(True, False), (True, False), (False, True)] * len(executor._graphs["grid"].sizes)
 
 
+def test_a_token_is_attended_to_in_one_kernel_only_where_it_decodes(make: Any) -> None:
+    """A forward graph of one token, which `--precompile-token-paddings` may ask for, may have a prompt."""
+    asked: list[Context] = []
+
+    class Noted(Paged):
+        def attend_token(self, *args: Any) -> None:
+            asked.append(args[-1])
+
+    executor = make(captures=False, backend=Noted)._executor
+    with torch.inference_mode():
+        executor._run_forward(executor._shape(1))
+        assert asked == []
+        executor._run_decode(1)
+    assert len(asked) == len(executor.model.layers) and not any(ctx.has_prefill for ctx in asked)
+
+
 def test_the_steps_that_are_timed_at_start_leave_no_trace(make: Any, llama: Any) -> None:
     runner = make()
     times = time_steps(runner._executor, runner.limits, making.VOCAB, lambda mine: [list(mine)])

@@ -27,7 +27,14 @@ from segue.messages.control import EngineLimits
 from segue.messages.requests import SamplingParams, pack_ids
 from segue.messages.steps import NewSlot, StepPlan
 from segue.model_runner import graphs
-from segue.model_runner.warm_up import SAMPLING, WarmUpStep, all_steps, captured_sizes, representatives
+from segue.model_runner.warm_up import (
+    SAMPLING,
+    WarmUpStep,
+    all_steps,
+    captured_sizes,
+    representatives,
+    row_steps,
+)
 from tests.support import fake_cuda as fake
 from tests.support.fake_cuda import QWEN3, FakeModel, Variants, recorded
 
@@ -269,6 +276,16 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
     ):
         names |= {kernel for kernel, _ in warmed_by(FakeModel(**options), monkeypatch)}
     assert names == OF_STEPS
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(64, 64), (64, 128), (33, 128)])
+def test_attention_of_one_token_is_for_groups_that_fit_the_registers(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, heads: int, dim: int
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": dim}
+    found = {kernel for kernel, _ in warmed_by(FakeModel(**sizes, rows=2, chunk=16), monkeypatch)}
+    assert ("token_attention._attend_token" in found) == (heads * dim <= 4096)
+    assert "attention.decode" in found
 
 
 def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
@@ -543,6 +560,18 @@ def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(
                 run=min(ours, theirs) * head,
             )
     assert found and not missing(found, warmed)
+
+
+def test_one_row_is_run_apart_from_two_on_any_device(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here neither stored plans nor splits of keys change behind one row."""
+    from segue.kernels.triton import gemm
+
+    monkeypatch.setattr(gemm, "stored_plans", lambda *_: {})
+    model = FakeModel(flashinfer=True, rows=8, chunk=64, max_seq_len=64)
+    steps = row_steps(model.model, model.executor.backend, model.limits)
+    assert captured_sizes([1, 2, 3, 4], steps) == [1, 2]
 
 
 def test_plans_that_were_found_at_the_start_have_steps(

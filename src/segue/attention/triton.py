@@ -31,6 +31,7 @@ _MIN_KEYS = 256  # a split of a planned batch has at least as many keys
 _ROWS_PER_PLANNER = 8  # rows that a program of `plan_decode` plans
 _FEW_ROWS = 8  # fewer rows take fewer warps
 _STAGES, _WARPS = 2, 4  # of prefill
+_MAX_QUERIES = 4096  # numbers of a group's queries that fit the registers of a program of `attend_token`
 _SPAN = 512  # keys per span of batch-invariant attention
 _LOG2_E = 1.4426950408889634  # the kernels use exp2
 
@@ -191,8 +192,9 @@ class TritonAttention(PagedBackend):
         """See `PagedBackend.attend_token`."""
         shape, pool = self._shape, self._pool
         dim = shape.head_dim
-        # Tiles in float32 do not fit the registers.
-        if self._span is not None or pool.dtype == torch.float32 or dim < 16 or dim & (dim - 1):
+        # Tiles in float32 do not fit the registers, nor do those of so many queries.
+        fits = pool.dtype != torch.float32 and self._group * dim <= _MAX_QUERIES
+        if self._span is not None or not fits or dim < 16 or dim & (dim - 1):
             return None
         arguments = self._cache_arguments(layer, ctx)
         del arguments["DP"]  # which is D

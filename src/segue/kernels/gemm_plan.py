@@ -107,8 +107,11 @@ def row_buckets(first: int, last: int) -> list[int]:
 
 
 def fewest_rows(rows: int) -> int:
-    """Returns the fewest rows that the plan serves that is found for `rows` of `ROWS`."""
-    return 1 + max((below for below in ROWS if below < rows), default=0)
+    """Returns the fewest rows that the plan serves that is found for `rows` of `ROWS`.
+
+    One row has a kernel of its own (`gemv_plan.py`), but where that cannot multiply, which is rare.
+    """
+    return 1 + max(below for below in (1, *ROWS) if below < rows)
 
 
 def valid_plans(shape: GemmShape, device: DeviceFacts) -> Iterator[GemmPlan]:

@@ -11,7 +11,8 @@ from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 from segue.kernels.cpu import ops as cpu
 from segue.kernels.fp8 import FP8Tokens, dequantize
-from segue.kernels.unnormed import Activations, Unnormed, can_stream
+from segue.kernels.gemv_plan import fits_gemv
+from segue.kernels.unnormed import Activations, Unnormed
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
@@ -71,7 +72,7 @@ def _sqrt(square: float) -> Tensor:
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, fp8_block: int | None = None
-) -> tuple[Activations, Tensor]:
+) -> tuple[Tensor | FP8Tokens, Tensor]:
     """Returns the normalised sum `x + residual`, and the sum itself as the next residual.
 
     May overwrite both inputs. `x` is `[T, N]`, or on CUDA split-K partials, float32 `[S, T, N]`, which are
@@ -258,7 +259,7 @@ def linear(
     if isinstance(x, FP8Tokens):
         assert isinstance(packed, FP8Gemm), "its `fp8_block` is asked first"
         return packed.multiply(x, bias)
-    if can_stream(x, weight) and streams(packed):
+    if can_stream(x, weight, packed):
         return _stream(x, weight, bias, packed, torch.float32 if float32_output else x.dtype)
     assert not isinstance(x, Unnormed), "`can_stream` is asked first"
     if x.is_cuda and packed is None:
@@ -281,9 +282,14 @@ def linear(
     return result.float() if float32_output else result
 
 
-def streams(packed: Gemm | None) -> bool:
-    """Returns whether the kernel for one token can read a weight that is packed so."""
-    return packed is None or isinstance(packed, FP8Gemm)
+def can_stream(x: Activations, weight: Tensor, packed: Gemm | None) -> bool:
+    """Returns whether the kernel for one token multiplies `x` by `weight` `[N, K]`.
+
+    It does not where the weight is `packed` in another layout, as for `--deterministic`.
+    """
+    if isinstance(x, FP8Tokens) or not x.is_cuda or len(x) != 1 or x.dtype == torch.float32:
+        return False
+    return fits_gemv(weight.shape[1]) and (packed is None or isinstance(packed, FP8Gemm))
 
 
 def _stream(
@@ -314,7 +320,7 @@ def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
 
 def gate_up_silu(
     x: Activations, weight: Tensor, bias: Tensor | None, packed: Gemm | None, *, fp8_block: int | None = None
-) -> Activations:
+) -> Tensor | FP8Tokens:
     """Returns `silu_mul(linear(x, weight, bias, packed))`, `[T, K] -> [T, I]`.
 
     `weight` is `[2 * I, K]`, gate rows first. On CUDA one kernel does both where that is faster. `packed`
@@ -328,7 +334,7 @@ def gate_up_silu(
         if fp8_block is not None and gate_up.shape[1] <= 2 * MAX_FP8_COLUMNS:
             return silu_mul_fp8(gate_up, fp8_block)
         return silu_mul(gate_up, x.dtype)
-    if bias is None and can_stream(x, weight) and streams(packed):
+    if bias is None and can_stream(x, weight, packed):
         return _stream(x, weight, None, packed, x.dtype, gated=True)
     if isinstance(x, Tensor) and bias is None:
         if x.is_cuda and (packed is None or isinstance(packed, FP8Gemm)):

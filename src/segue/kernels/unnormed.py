@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from segue.kernels.fp8 import FP8Tokens
-from segue.kernels.gemv_plan import fits_gemv
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,3 @@ class Unnormed:
 
 
 Activations = Tensor | FP8Tokens | Unnormed
-
-
-def can_stream(x: Activations, weight: Tensor) -> bool:
-    """Returns whether a GEMM of `x` by `weight` `[N, K]` has the kernel for one token.
-
-    It has not where the weight has another layout, as for `--deterministic`.
-    """
-    is_token = not isinstance(x, FP8Tokens) and x.is_cuda and len(x) == 1
-    return is_token and x.dtype in (torch.bfloat16, torch.float16) and fits_gemv(weight.shape[1])

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from segue.distributed.collectives import Collectives
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.fp8 import FP8
-from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, linear, pack, pack_fp8, streams
-from segue.kernels.unnormed import Activations, Unnormed, can_stream
+from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, can_stream, linear, pack, pack_fp8
+from segue.kernels.unnormed import Activations, Unnormed
 from segue.sizes import ceil_div
 
 
@@ -137,7 +137,7 @@ class Linear(Layer):
 
     def does_norm(self, x: Tensor) -> bool:
         """Whether the layer itself computes the norm of `x`, which may be split-K partials."""
-        return x.dim() == 2 and can_stream(x, self.weight) and streams(self.packed)
+        return x.dim() == 2 and can_stream(x, self.weight, self.packed)
 
     def fp8_block(self, num_rows: int) -> int | None:
         """The columns per scale (0: all) if so many tokens are multiplied in FP8, else None.

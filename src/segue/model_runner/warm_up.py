@@ -116,7 +116,8 @@ def row_steps(model: Decoder, backend: PagedBackend, limits: EngineLimits) -> se
     from segue.kernels.triton.launch import device_facts
 
     max_rows = limits.chunked_prefill_size + limits.max_running_requests
-    found = {FEW_ROWS, *gate_up_silu.ROW_STEPS, *gemm.row_steps(), *backend.row_steps(max_rows)}
+    # One row has kernels of its own.
+    found = {1, FEW_ROWS, *gate_up_silu.ROW_STEPS, *gemm.row_steps(), *backend.row_steps(max_rows)}
     if (fused := model.collectives.fused_all_reduce) is not None:
         found.add(fused.max_rows)
     config = model.config

@@ -73,9 +73,10 @@ class Attention(Layer):
 
     def _attend(self, qkv: Tensor, angles: Angles, ctx: Context) -> Tensor:
         """Returns the output of attention, `[T, num_heads, head_dim]`."""
-        if isinstance(ctx.backend, PagedBackend) and qkv.dim() == 2 and len(qkv) == ctx.num_decode == 1:
-            args = qkv, self.qk_weight, self.eps, angles, self.layer, ctx
-            attended = ctx.backend.attend_token(*args)
+        backend, is_token = ctx.backend, qkv.dim() == 2 and len(qkv) == ctx.num_decode == 1
+        # A forward graph of one token has room for a decode row, but the token may be of a prompt.
+        if isinstance(backend, PagedBackend) and is_token and not ctx.has_prefill:
+            attended = backend.attend_token(qkv, self.qk_weight, self.eps, angles, self.layer, ctx)
             if attended is not None:
                 return attended
         norm_rope_store = self._norm_rope_store_cuda if qkv.is_cuda else self._norm_rope_store

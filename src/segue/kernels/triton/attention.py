@@ -24,7 +24,7 @@ _FEW_SPLITS = tl.constexpr(4)  # a row with no more of them is combined with a s
 
 
 @triton.jit
-def no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
+def _no_keys(ROWS: tl.constexpr, DP: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values."""
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
@@ -237,7 +237,7 @@ def decode(
         head = (b * KV_HEADS + h) * G + g
         q = tl.load(query + head[:, None].to(tl.int64) * D + d[None, :], mask=valid, other=0.0)
         q = query_for(q, value_scale)
-        top, total, acc = no_keys(GP, DP)
+        top, total, acc = _no_keys(GP, DP)
         if WORDS:
             words, w = values.to(tl.pointer_type(tl.int32)), tl.arange(0, DP // 4)
             acc0 = tl.zeros((GP, DP // 4), tl.float32)
@@ -331,7 +331,7 @@ def _attend_keys(
     """
     d, j = tl.arange(0, DP), tl.arange(0, BLOCK)
     in_head = d[None, :] < D
-    top, total, acc = no_keys(q.shape[0], DP)
+    top, total, acc = _no_keys(q.shape[0], DP)
     for masked in tl.static_range(2):
         for i in tl.range(
             masked_from if masked else start, end if masked else masked_from, BLOCK, num_stages=STAGES
@@ -461,7 +461,7 @@ def attend(
                 page_rows, KV_HEADS, D, DP, PAGE, BN, STAGES, PRECISION,
             )  # fmt: skip
         else:
-            top, total, acc = no_keys(BM, DP)
+            top, total, acc = _no_keys(BM, DP)
             for start in tl.range(split * SPAN, end, SPLITS * SPAN):
                 stop = tl.minimum(start + SPAN, end)
                 masked_from = tl.minimum(tl.maximum(common, start), stop)

@@ -20,7 +20,11 @@ _UNKNOWN_BANDWIDTH = 2e12  # bytes per second, of a device whose driver does not
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Wait until all earlier kernels are done; work that does not depend on them may precede the wait."""
+    """Wait until all earlier kernels are done; work that does not depend on them may precede the wait.
+
+    All kernels but the predecessor are done already: it has waited for them before it launched this one. So
+    what they alone have written may be read before the wait, too.
+    """
     if PDL != OFF:
         gdc_wait()
     if PDL == EARLY:
