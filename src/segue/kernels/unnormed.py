@@ -23,7 +23,7 @@ class Unnormed:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is on CUDA, which it always is."""
+        """Whether it is on CUDA, which it always is; all `Activations` are asked."""
         return self.x.is_cuda
 
     @property

@@ -60,7 +60,7 @@ class RMSNorm(Layer):
         if fused_all_reduce is not None and x.shape[-2] <= fused_all_reduce.max_rows:
             return fused_all_reduce.add_rms_norm(x, residual, weight, self.eps)
         x = self.collectives.all_reduce(x)
-        if reader is not None and reader.does_norm(x):
+        if reader is not None and reader.takes_unnormed(x):
             total = torch.empty_like(x)
             return Unnormed(x, residual, weight, self.eps, total), total
         fp8_block = None if reader is None else reader.fp8_block(x.shape[-2])
@@ -135,8 +135,8 @@ class Linear(Layer):
             return pack_fp8(weight, scale, self.block, self.dtype, deterministic=deterministic)
         return pack(weight, deterministic=deterministic, float32_output=self.float32_output)
 
-    def does_norm(self, x: Tensor) -> bool:
-        """Whether the layer itself computes the norm of `x`, which may be split-K partials."""
+    def takes_unnormed(self, x: Tensor) -> bool:
+        """Whether the layer takes `x`, which may be split-K partials, before its norm, and computes that."""
         return x.dim() == 2 and can_stream(x, self.weight, self.packed)
 
     def fp8_block(self, num_rows: int) -> int | None:

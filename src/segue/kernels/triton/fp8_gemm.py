@@ -1,4 +1,4 @@
-"""GEMMs of few rows by a weight in FP8, which stream the weight.
+"""GEMMs of few rows by a weight in FP8, which stream the weight; one row takes `gemv.py`.
 
 For few rows the time is that of reading the weight, which takes half as long as in bfloat16. One kernel has
 two ways to multiply, and the start of an engine times both (`plan_timing.py`):
