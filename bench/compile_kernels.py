@@ -31,6 +31,7 @@ from bench import report
 from segue.attention import triton as attention
 from segue.attention.base import AttentionShape, Context
 from segue.kernels import fp8_plan
+from segue.kernels.activations import TokenQKV, Unnormed
 from segue.kernels.fp8 import ExpertWeights, FP8Experts
 from segue.kernels.gemm_plan import MAX_GATED_ROWS, ROWS, DeviceFacts, GemmShape, Kind, candidates
 from segue.kernels.triton import (
@@ -50,7 +51,6 @@ from segue.kernels.triton import (
     step_inputs,
 )
 from segue.kernels.triton.gemm import TritonBatchInvariantGemm
-from segue.kernels.unnormed import Unnormed
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import backing
@@ -277,7 +277,7 @@ def _attention(device: DeviceFacts) -> None:
             if count == q_len == 1:
                 qkv, angles = _bf16(1, (32 + 2 * 8) * dim), (torch.empty(64, dim // 2),) * 2
                 for norm in (torch.empty(32 + 8, dim), None):
-                    backend.attend_token(qkv, norm, 1e-6, angles, 0, ctx)
+                    backend.attend_token(TokenQKV(qkv, norm, 1e-6, *angles), 0, ctx)
 
 
 def _experts(device: DeviceFacts) -> None:

@@ -34,7 +34,7 @@ MODELS = {
     "qwen3-0.6b": (1024, 16, 8, 128, 3072, 151936),
     "qwen3-8b": (4096, 32, 8, 128, 12288, 151936),
 }
-ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 MEMORY = 3.5e12  # bytes per second at which split-K partials are read
 TIMES = "gpu_tune_gemm"  # the result file that gets the times of all plans, for bench.fit_gemm
 

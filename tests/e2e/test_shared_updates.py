@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ sys.exit(program.main())
 START_S = 120.0  # on a GPU, kernels may have to be compiled first
 MASK = (1 << 64) - 1
 PART = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _serves_or_stands_by(engine: ShadowProcess) -> bool:
+    return engine.state in ("active", "standby")
 
 
 def checksum_of(checkpoint: Path, dtype: torch.dtype = torch.float32) -> int:
@@ -138,7 +143,7 @@ class Cohort:
             self.engines[name] = ShadowProcess(self._model, self._directory, name, **self._options)
         for name in names:
             engine = self.engines[name]
-            wait_until(lambda engine=engine: engine.state in ("active", "standby"), f"{name} starts", START_S)  # type: ignore[misc]
+            wait_until(partial(_serves_or_stands_by, engine), f"{name} starts", START_S)
 
     @property
     def active(self) -> ShadowProcess:

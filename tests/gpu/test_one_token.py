@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import silu
 
 from bench import suite
+from segue.kernels.activations import TokenQKV, Unnormed
 from segue.kernels.fp8 import dequantize, quantize
-from segue.kernels.unnormed import Unnormed
 from tests.gpu.test_attention import make_case
 from tests.gpu.test_kernels import close, normal
 from tests.model_runner import making
@@ -105,7 +105,7 @@ def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, no
     stored = keys[row].clone(), values[row].clone()
     keys[row], values[row] = float("nan"), float("nan")
     for _ in range(2):  # the second call has the counters that the first one left
-        found = ctx.backend.attend_token(qkv, weight, 1e-6, angles, case.layer, ctx)
+        found = ctx.backend.attend_token(TokenQKV(qkv, weight, 1e-6, *angles), case.layer, ctx)
         close(found, expected.float(), dtype)
         assert torch.equal(values[row].view(torch.uint8), stored[1].view(torch.uint8))
         assert_neighbours(keys[row], stored[0])
@@ -123,7 +123,8 @@ def test_a_token_that_is_padding_is_not_stored() -> None:
     before = case.ctx.kv.data.clone()
     ctx = replace(case.ctx, num_decode_device=torch.zeros(1, dtype=torch.int32, device="cuda"))
     qkv, angles = normal(1, 5 * 2 * 64, dtype=torch.bfloat16), (normal(200, 32), normal(200, 32))
-    assert ctx.backend.attend_token(qkv, None, 1e-6, angles, case.layer, ctx) is not None
+    token = TokenQKV(qkv, None, 1e-6, *angles)
+    assert ctx.backend.attend_token(token, case.layer, ctx) is not None
     assert torch.equal(ctx.kv.data.view(torch.uint8), before.view(torch.uint8))
 
 

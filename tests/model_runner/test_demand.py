@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from tests.model_runner import making, tiny
 
 
 @pytest.mark.parametrize("save", [tiny.save_llama, tiny.save_qwen3_moe])
-def test_the_weights_have_the_bytes_of_the_arena(save: object, tmp_path: Path) -> None:
-    save(tmp_path)  # type: ignore[operator]
+def test_the_weights_have_the_bytes_of_the_arena(save: Callable[[Path], Any], tmp_path: Path) -> None:
+    save(tmp_path)
     runner = making.make_runner(tmp_path)
     try:
         source = resolve(str(tmp_path), "auto", tmp_path)
@@ -29,8 +31,10 @@ def test_the_weights_have_the_bytes_of_the_arena(save: object, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("save", [tiny.save_llama, tiny.save_qwen3_moe])
-def test_the_values_of_weights_in_fp8_are_known_to_be_copied_on_a_cpu(save: object, tmp_path: Path) -> None:
-    save(tmp_path)  # type: ignore[operator]
+def test_the_values_of_weights_in_fp8_are_known_to_be_copied_on_a_cpu(
+    save: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    save(tmp_path)
     runner = making.make_runner(tmp_path, quantization="fp8")
     try:
         copied = runner._startup._derived

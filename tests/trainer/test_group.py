@@ -12,16 +12,21 @@ from segue.messages.weight_operations import Group
 from segue.trainer.group import TrainerGroup, listen_at
 
 
+def group_at(listener: socket.socket, *, world_size: int) -> Group:
+    """A group whose first rank listens at the port of a socket."""
+    return Group(
+        name="g",
+        master_address="127.0.0.1",
+        master_port=listener.getsockname()[1],
+        rank_offset=0,
+        world_size=world_size,
+        backend="gloo",
+    )
+
+
 def test_a_group_that_cannot_be_hosted_is_reported_at_once() -> None:
     with socket.create_server(("", 0)) as taken:
-        group = Group(
-            name="g",
-            master_address="127.0.0.1",
-            master_port=taken.getsockname()[1],
-            rank_offset=0,
-            world_size=2,
-            backend="gloo",
-        )
+        group = group_at(taken, world_size=2)
         began = time.monotonic()
         hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=60)
         try:
@@ -40,14 +45,7 @@ def test_a_group_that_was_not_joined_keeps_no_port(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("segue.trainer.group.make_backend", fail)
     listener = listen_at(None)
     port = listener.getsockname()[1]
-    group = Group(
-        name="g",
-        master_address="127.0.0.1",
-        master_port=port,
-        rank_offset=0,
-        world_size=1,
-        backend="gloo",
-    )
+    group = group_at(listener, world_size=1)
     hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=listener)
     with pytest.raises(RuntimeError, match="no backend"):
         hosted.wait(20, lambda: None)
@@ -69,14 +67,7 @@ def test_ranks_on_one_gpu_are_an_error_with_a_remedy(text: str, monkeypatch: pyt
 
     monkeypatch.setattr("segue.trainer.group.make_backend", fail)
     listener = listen_at(None)
-    group = Group(
-        name="g",
-        master_address="127.0.0.1",
-        master_port=listener.getsockname()[1],
-        rank_offset=0,
-        world_size=1,
-        backend="gloo",
-    )
+    group = group_at(listener, world_size=1)
     hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=listener)
     with pytest.raises(RuntimeError, match="on one GPU: use backend='gloo'"):
         hosted.wait(20, lambda: None)
@@ -94,14 +85,7 @@ def test_the_port_of_a_group_is_taken_from_its_choice_on() -> None:
             # Engines may connect before the store is there.
             early = socket.create_connection(("127.0.0.1", second.getsockname()[1]), 20)
             early.close()
-            group = Group(
-                name="g",
-                master_address="127.0.0.1",
-                master_port=second.getsockname()[1],
-                rank_offset=0,
-                world_size=2,
-                backend="gloo",
-            )
+            group = group_at(second, world_size=2)
             hosted = TrainerGroup(group, torch.device("cpu"), timeout_s=20, listener=second)
             hosted.leave()
             assert second.fileno() == -1, "it was handed on"

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segue.kernels.activations import TokenQKV
 from segue.kvcache.page_table import PageTable
 from segue.kvcache.pool import KVPool
 
@@ -219,20 +220,10 @@ class PagedBackend(AttentionBackend):
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """Attend for the sequences after the decode rows, as `forward` does for all."""
 
-    def attend_token(
-        self,
-        qkv: Tensor,
-        qk_weight: Tensor | None,
-        eps: float,
-        angles: tuple[Tensor, Tensor],
-        layer: int,
-        ctx: Context,
-    ) -> Tensor | None:
+    def attend_token(self, token: TokenQKV, layer: int, ctx: Context) -> Tensor | None:
         """Does the QK-norm, RoPE, the store and `forward` of a step of one token, which decodes.
 
-        `qkv` is `[1, (num_heads + 2 * num_kv_heads) * head_dim]`; for the next three arguments see
-        `segue.kernels.triton.norm.qk_norm_rope_store`. Returns `[1, num_heads, head_dim]`, or None if the
-        backend cannot, and has done nothing.
+        Returns `[1, num_heads, head_dim]`, or None if the backend cannot, and has done nothing.
         """
         return None
 

@@ -23,6 +23,7 @@ from segue.attention import flashinfer
 from segue.attention.base import AttentionBackend, AttentionShape, Context, PagedBackend, StepLengths
 from segue.errors import ConfigError
 from segue.extras import FA3, FLASHINFER, Extra
+from segue.kernels.activations import TokenQKV
 from segue.kernels.cpu.build import kernels
 from segue.kvcache.pool import KVPool
 
@@ -109,17 +110,9 @@ class PairedAttention(PagedBackend):
         """See `PagedBackend.decode`."""
         self._decode.decode(query, output, layer, ctx)
 
-    def attend_token(
-        self,
-        qkv: Tensor,
-        qk_weight: Tensor | None,
-        eps: float,
-        angles: tuple[Tensor, Tensor],
-        layer: int,
-        ctx: Context,
-    ) -> Tensor | None:
+    def attend_token(self, token: TokenQKV, layer: int, ctx: Context) -> Tensor | None:
         """See `PagedBackend.attend_token`."""
-        return self._decode.attend_token(qkv, qk_weight, eps, angles, layer, ctx)
+        return self._decode.attend_token(token, layer, ctx)
 
     def prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.prefill`."""

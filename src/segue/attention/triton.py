@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from segue.attention.base import AttentionShape, Context, PagedBackend, query_blocks
 from segue.attention.tiles import choose_tiles
+from segue.kernels.activations import TokenQKV
 from segue.kernels.triton.attention import attend, decode, plan_decode
 from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.token_attention import attend_token
@@ -180,15 +181,7 @@ class TritonAttention(PagedBackend):
             **launch_options(2 if ctx.num_decode < _FEW_ROWS else 4, len(query)),
         )
 
-    def attend_token(
-        self,
-        qkv: Tensor,
-        qk_weight: Tensor | None,
-        eps: float,
-        angles: tuple[Tensor, Tensor],
-        layer: int,
-        ctx: Context,
-    ) -> Tensor | None:
+    def attend_token(self, token: TokenQKV, layer: int, ctx: Context) -> Tensor | None:
         """See `PagedBackend.attend_token`."""
         shape, pool = self._shape, self._pool
         dim = shape.head_dim
@@ -198,12 +191,9 @@ class TritonAttention(PagedBackend):
             return None
         arguments = self._cache_arguments(layer, ctx)
         del arguments["DP"]  # which is D
-        output = qkv.new_empty((1, shape.num_heads, shape.head_dim), dtype=pool.dtype)
+        output = token.qkv.new_empty((1, shape.num_heads, shape.head_dim), dtype=pool.dtype)
         attend_token(
-            qkv,
-            qk_weight,
-            eps,
-            *angles,
+            token,
             output=output,
             scales=pool.scales[layer] if pool.is_fp8 else None,
             splits=self._num_splits(1, _MAX_SPLITS),

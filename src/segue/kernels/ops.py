@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.kernels import batch_invariant
+from segue.kernels.activations import Activations, Unnormed
 from segue.kernels.batch_invariant import BatchInvariantGemm, Gemm
 from segue.kernels.cpu import ops as cpu
 from segue.kernels.fp8 import FP8Tokens, dequantize
 from segue.kernels.gemv_plan import fits_gemv
-from segue.kernels.unnormed import Activations, Unnormed
 
 
 def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:

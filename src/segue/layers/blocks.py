@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from segue.distributed.collectives import Collectives
+from segue.kernels.activations import Activations, Unnormed
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.fp8 import FP8
 from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, can_stream, linear, pack, pack_fp8
-from segue.kernels.unnormed import Activations, Unnormed
 from segue.sizes import ceil_div
 
 

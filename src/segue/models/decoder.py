@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from segue.attention.base import Context, PagedBackend
 from segue.distributed.collectives import Collectives
+from segue.kernels.activations import Activations, TokenQKV
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.cpu import ops as cpu
 from segue.kernels.fp8 import FP8, ExpertWeights, FP8Experts
 from segue.kernels.ops import Derived, embed, gate_up_silu, rms_norm, rotate, route
-from segue.kernels.unnormed import Activations
 from segue.layers.blocks import Layer, Linear, RMSNorm, RowParallelLinear
 from segue.layers.moe_backend import MoEBackend, run_by_expert
 from segue.models.config import ModelConfig, MoEConfig
@@ -76,7 +76,8 @@ class Attention(Layer):
         backend, is_token = ctx.backend, qkv.dim() == 2 and len(qkv) == ctx.num_decode == 1
         # A forward graph of one token has room for a decode row, but the token may be of a prompt.
         if isinstance(backend, PagedBackend) and is_token and not ctx.has_prefill:
-            attended = backend.attend_token(qkv, self.qk_weight, self.eps, angles, self.layer, ctx)
+            token = TokenQKV(qkv, self.qk_weight, self.eps, *angles)
+            attended = backend.attend_token(token, self.layer, ctx)
             if attended is not None:
                 return attended
         norm_rope_store = self._norm_rope_store_cuda if qkv.is_cuda else self._norm_rope_store

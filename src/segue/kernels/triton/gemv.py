@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.activations import Unnormed
 from segue.kernels.fp8 import FP8
 from segue.kernels.gemv_plan import GemvPlan, choose_gemv
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
-from segue.kernels.unnormed import Unnormed
 
 
 @triton.jit
@@ -190,8 +190,7 @@ def _gemv(
     pdl_launch_dependents(PDL)
 
 
-def run_gemv(
-    plan: GemvPlan,
+def gemv(
     x: Tensor | Unnormed,
     weight: Tensor,
     scales: Tensor | None,
@@ -201,22 +200,19 @@ def run_gemv(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Run the kernel with `plan`.
+    """Returns `x @ weight.T + bias`, `[1, N]`, or if gated `[1, I]`.
 
     Args:
-        plan: the tile and the number of programs.
         x: `[1, K]`, or what is `[1, K]` after the norm; then the sum before the norm is stored, too.
         weight: `[N, K]`, maybe in FP8.
         scales: float32 `[N, blocks]`, of a weight in FP8, else None.
         block: see `segue.kernels.fp8`.
         bias: `[N]`.
         dtype: of the result.
-        gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`, `[1, I]`.
-
-    Returns:
-        `[1, N]`, or `[1, I]` if gated.
+        gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`.
     """
     size, depth = weight.shape
+    plan = _choose(depth, weight.dtype == FP8, gated, weight.device)
     size = size // 2 if gated else size
     unnormed = x if isinstance(x, Unnormed) else None
     out = torch.empty((1, size), dtype=dtype, device=weight.device)
@@ -240,21 +236,6 @@ def run_gemv(
         **launch_options(plan.warps, 1),
     )
     return out
-
-
-def gemv(
-    x: Tensor | Unnormed,
-    weight: Tensor,
-    scales: Tensor | None,
-    block: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
-) -> Tensor:
-    """`run_gemv` with the plan of the shape."""
-    plan = _choose(weight.shape[1], weight.dtype == FP8, gated, weight.device)
-    return run_gemv(plan, x, weight, scales, block, bias, dtype, gated=gated)
 
 
 @cache

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.kernels.activations import TokenQKV
 from segue.kernels.triton.attention import normalised, number, query_for, widened
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.norm import as_stored
@@ -63,11 +64,9 @@ def _load_block(
 @triton.jit
 def _no_keys(ROWS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr):
     """Returns the softmax over no keys: its maxima, its sums and the weighted values, for `_attend_block`."""
-    if WORDS:
-        zeros = tl.zeros((ROWS, D // 4), tl.float32)
-        acc = (zeros, zeros, zeros, zeros)
-    else:
-        acc = (tl.zeros((ROWS, D), tl.float32),)  # type: ignore[assignment]
+    WIDTH: tl.constexpr = D // 4 if WORDS else D
+    zeros = tl.zeros((ROWS, WIDTH), tl.float32)
+    acc = (zeros, zeros, zeros, zeros) if WORDS else (zeros,)
     return tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc
 
 
@@ -269,11 +268,7 @@ def _attend_token(
 
 
 def attend_token(
-    qkv: Tensor,
-    qk_weight: Tensor | None,
-    eps: float,
-    cosines: Tensor,
-    sines: Tensor,
+    token: TokenQKV,
     *,
     output: Tensor,
     scales: tuple[float, float] | None,
@@ -285,12 +280,7 @@ def attend_token(
     """Attend for the only token of a step, which decodes, and store its key and value.
 
     Args:
-        qkv: `[1, (num_heads + 2 * num_kv_heads) * head_dim]`; for it and the next four see
-            `segue.kernels.triton.norm.qk_norm_rope_store`.
-        qk_weight: float32 `[num_heads + num_kv_heads, head_dim]`.
-        eps: the epsilon of the QK-norm.
-        cosines: float32 `[max_position, head_dim / 2]`.
-        sines: float32 `[max_position, head_dim / 2]`.
+        token: the output of its QKV projection, and what QK-norm and RoPE need.
         output: `[1, num_heads, head_dim]`, with a head_dim of a power of two, at least 16.
         scales: those of keys and values of a pool in FP8, else None.
         splits: into how many parts the keys are split at most.
@@ -301,11 +291,11 @@ def attend_token(
     _, num_heads, head_dim = output.shape
     group = num_heads // num_kv_heads
     _attend_token[(splits, num_kv_heads)](
-        qkv=qkv,
-        qk_weight=qk_weight,
-        cosines=cosines,
-        sines=sines,
-        eps=eps,
+        qkv=token.qkv,
+        qk_weight=token.qk_weight,
+        cosines=token.cosines,
+        sines=token.sines,
+        eps=token.eps,
         num_decode=num_decode,
         output=output,
         key_inverse=None if scales is None else 1 / scales[0],

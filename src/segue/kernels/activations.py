@@ -1,4 +1,4 @@
-"""What layers pass on besides tensors, and one token whose norm is left to the GEMM that reads it."""
+"""What layers and kernels pass on besides tensors."""
 
 from dataclasses import dataclass
 
@@ -33,6 +33,20 @@ class Unnormed:
 
     def __len__(self) -> int:
         return len(self.x)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenQKV:
+    """The output of the QKV projection for one token, and what makes queries, a key and a value of it.
+
+    For the fields see `segue.kernels.triton.norm.qk_norm_rope_store`.
+    """
+
+    qkv: Tensor  # [1, (num_heads + 2 * num_kv_heads) * head_dim]
+    qk_weight: Tensor | None
+    eps: float
+    cosines: Tensor
+    sines: Tensor
 
 
 Activations = Tensor | FP8Tokens | Unnormed
