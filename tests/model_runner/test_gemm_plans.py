@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from threading import Barrier, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from segue.checkpoint.bundled import CONFIG
 from segue.config import EngineConfig
 from segue.distributed.collectives import Collectives
-from segue.distributed.groups import TPGroups
+from segue.distributed.groups import TPGroups, connect
 from segue.distributed.info import TPInfo
 from segue.kernels.gemm_plan import ROWS, DeviceFacts
 from segue.kernels.ops import FP8Gemm
@@ -194,57 +195,27 @@ def test_stored_plans_alone(search, tmp_path) -> None:
 
 
 def test_only_rank_0_times_plans(search, tmp_path) -> None:
-    ranks = Ranks()
-    texts: dict[int, str] = {}
-
-    def run(rank: int) -> None:
-        texts[rank] = plan(tmp_path, ranks.groups(rank))
-
-    in_threads(run)
-    assert texts == {0: "1 of 1 timed", 1: "those of rank 0"}
+    texts = both_ranks(tmp_path, lambda groups: plan(tmp_path, groups))
+    assert texts == ["1 of 1 timed", "those of rank 0"]
     assert search.timed == 1
     assert search.used == [PLANS, PLANS]
 
 
-class Ranks:
-    """Gathers what two ranks give, each in a thread of its own."""
+def both_ranks(tmp_path: Path, run: Callable[[TPGroups], Any]) -> list[Any]:
+    """Return what `run` does on each of two ranks, which are threads with groups over gloo."""
 
-    def __init__(self) -> None:
-        self.barrier = Barrier(2, timeout=20)
-        self.given: dict[int, list[int]] = {}
+    def rank(number: int) -> Any:
+        device, timeout = torch.device("cpu"), timedelta(seconds=20)
+        tp = TPInfo(rank=number, size=2)
+        return run(connect(tp, rendezvous=tmp_path / "rendezvous", device=device, timeout=timeout))
 
-    def groups(self, rank: int) -> TPGroups:
-        ranks = self
-
-        class Groups(TPGroups):
-            def all_gather(self, values: Any) -> list[list[int]]:
-                ranks.given[rank] = list(values)
-                ranks.barrier.wait()
-                gathered = [ranks.given[0], ranks.given[1]]
-                ranks.barrier.wait()
-                assert len({len(part) for part in gathered}) == 1
-                return gathered
-
-        tp = TPInfo(rank=rank, size=2)
-        return Groups(tp, Collectives(tp))
-
-
-def in_threads(run: Callable[[int], None]) -> None:
-    """Run both ranks, each in a thread of its own."""
-    threads = [Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(rank, (0, 1)))
 
 
 @pytest.mark.parametrize("plans", [{}, PLANS])
-def test_all_ranks_get_the_plans_of_rank_0(plans) -> None:
-    ranks = Ranks()
-    found: dict[int, Any] = {}
+def test_all_ranks_get_the_plans_of_rank_0(plans, tmp_path) -> None:
+    def run(groups: TPGroups) -> Plans:
+        return share(plans if groups.tp.is_first else {"ignored": {}}, groups)
 
-    def run(rank: int) -> None:
-        found[rank] = share(plans if rank == 0 else {"ignored": {}}, ranks.groups(rank))
-
-    in_threads(run)
-    assert found == {0: plans, 1: plans}
+    assert both_ranks(tmp_path, run) == [plans, plans]

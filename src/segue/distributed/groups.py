@@ -42,7 +42,7 @@ class TPGroups:
         """Return every rank's integers, by rank. All ranks call it, with the same number of integers."""
         if self.control is None:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64)
+        mine = torch.tensor(list(values), dtype=torch.int64)  # torch refuses `bytes`
         parts = [torch.empty_like(mine) for _ in range(self.tp.size)]
         self.control.allgather([parts], [mine]).wait()
         return [part.tolist() for part in parts]
