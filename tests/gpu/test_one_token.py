@@ -80,7 +80,8 @@ def test_no_result_of_a_token_with_such_a_number_is_like_others(block, x) -> Non
     ("kv_heads", "group", "head_dim"), [(8, 2, 128), (3, 3, 64), (1, 1, 32), (2, 7, 256)]
 )
 @pytest.mark.parametrize(
-    ("length", "page_size"), [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (1500, 128), (9000, 64)]
+    ("length", "page_size"),
+    [(1, 16), (2, 1), (64, 64), (65, 64), (66, 5), (129, 64), (257, 128), (1500, 128), (9000, 64)],
 )
 def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, norms, scales, dtype) -> None:
     from segue.kernels.triton.norm import qk_norm_rope_store

@@ -78,7 +78,7 @@ def test_queued_work_ends_before_a_slab_is_unmapped(vmm: CudaVMM, driver: FakeDr
     assert driver.of("cuMemUnmap") == driver.of("cuMemAddressFree") == [(window.address, SIZE)]
 
 
-def test_slabs_take_the_places_of_others_with_one_wait_and_neighbours_get_access_in_one_call(
+def test_slabs_take_the_places_of_others_with_one_wait_and_one_call_for_neighbours(
     vmm: CudaVMM, driver: FakeDriver
 ) -> None:
     window = MemoryWindow(vmm, 4 * SIZE)
@@ -87,9 +87,10 @@ def test_slabs_take_the_places_of_others_with_one_wait_and_neighbours_get_access
     driver.calls.clear()
     window.remap({place * SIZE: vmm.adopt(5, SIZE) for place in (0, 1, 3)}, writable=False)
     assert driver.names.count("synchronise") == 1
-    assert len(driver.of("cuMemUnmap")) == len(driver.of("cuMemMap")) == 3
-    found = [(where - window.address, size) for where, size, *_ in driver.of("cuMemSetAccess")]
-    assert found == [(0, 2 * SIZE), (3 * SIZE, SIZE)]
+    assert len(driver.of("cuMemMap")) == 3
+    for name in ("cuMemUnmap", "cuMemSetAccess"):
+        found = [(where - window.address, size) for where, size, *_ in driver.of(name)]
+        assert found == [(0, 2 * SIZE), (3 * SIZE, SIZE)]
 
 
 @pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess"])

@@ -24,7 +24,7 @@ from segue.kvcache.pool import KVPool, KVShape
 from segue.layers.blocks import Linear
 from segue.messages.control import EngineLimits
 from segue.models.config import ModelConfig
-from segue.models.decoder import Attention, build_model
+from segue.models.decoder import build_model
 from tests.support.fake_flashinfer import installed
 
 # Of Qwen3-0.6B, but for the vocabulary: the plans of its GEMMs are measured.
@@ -214,10 +214,9 @@ class FakeModel:
             deterministic=deterministic,
         ).to_empty(device="cpu")
         for module in self.model.modules():
-            if isinstance(module, Attention):
-                module.build_derived()
-            elif isinstance(module, Linear) and (deterministic or module.scale is not None):
+            if isinstance(module, Linear) and (deterministic or module.scale is not None):
                 module.build_derived(deterministic=deterministic)
+        self.model.derive_qk_weights()
         angles = torch.zeros(max_seq_len, found.head_dim // 2)
         self.model.rotary._table = angles, angles.clone()
         shard = self.model.shard

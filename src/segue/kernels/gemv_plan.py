@@ -29,10 +29,16 @@ def choose_gemv(depth: int, *, in_fp8: bool, gated: bool, num_sms: int) -> GemvP
     """Returns the plan for a weight of `depth` columns."""
     if depth > 16384:
         numbers, per_sm, warps = 65536 if in_fp8 else 32768, 1, 16
+    elif in_fp8 and depth > 8192 and not gated:
+        numbers, per_sm, warps = 65536, 2, 8
     elif in_fp8:
         numbers, per_sm, warps = (16384, 4, 4) if gated else (32768, 3, 8)
     elif depth > 8192:
         numbers, per_sm, warps = 16384, 2, 8
+    elif (
+        depth <= 2048 and not gated
+    ):  # at least 8192 numbers, which leaves room for the next kernel's programs
+        numbers, per_sm, warps = 16383, 2, 4
     else:
         numbers, per_sm, warps = (12288 if gated else 16384), 0, 4
     rows = 1 << max(0, (numbers // (2 if gated else 1) // depth).bit_length() - 1)

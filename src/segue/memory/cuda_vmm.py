@@ -86,8 +86,8 @@ class CudaVMM:
         """See `VMM.remap`; generation stands still meanwhile, so the device is waited for once."""
         self._synchronise()
         cuda.use_device(self._device)
-        for address, slab in slabs.items():
-            cuda.call("cuMemUnmap", address, slab.size)
+        for address, size in _joined({address: slab.size for address, slab in slabs.items()}):
+            cuda.call("cuMemUnmap", address, size)
         self._map(slabs, writable=writable)
 
     def _map(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:

@@ -1,6 +1,6 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -41,11 +41,7 @@ class Attention(Layer):
         self.o = RowParallelLinear(width, config.hidden_size, collectives=collectives, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
-        self.qk_weight: Tensor | None = None
-
-    def build_derived(self) -> int:
-        """See `derive_qk_weights`."""
-        return derive_qk_weights([self])
+        self.qk_weight: Tensor | None = None  # see `Decoder.derive_qk_weights`
 
     def forward(
         self, x: Activations, angles: Angles, ctx: Context, logits_indices: Tensor | None = None
@@ -124,25 +120,6 @@ class Attention(Layer):
             head_dim=self.head_dim,
         )
         return query, None, None
-
-
-def derive_qk_weights(modules: Sequence[Attention]) -> int:
-    """Concatenate the query and key norms' weights, so that one pass normalises both; returns the bytes.
-
-    The modules have the same shapes; all of them take a few kernels, not some each. The addresses stay the
-    same, because captured graphs read from them.
-    """
-    norms = [norm.weight for each in modules for norm in (each.q_norm, each.k_norm) if norm is not None]
-    if not norms:
-        return 0
-    query, key = torch.stack(norms).float().view(len(modules), 2, 1, -1).unbind(1)
-    heads = modules[0].num_heads, modules[0].num_kv_heads
-    both = torch.cat([query.expand(-1, heads[0], -1), key.expand(-1, heads[1], -1)], dim=1)
-    for each, values in zip(modules, both, strict=True):
-        if each.qk_weight is None:
-            each.qk_weight = torch.empty_like(values)
-    torch._foreach_copy_([cast(Tensor, each.qk_weight) for each in modules], list(both))
-    return both.nbytes
 
 
 class MLP(Layer):
@@ -245,7 +222,7 @@ class MoE(Layer):
         return self.backend(x, self.weights("gate_up"), self.weights("down"), weights, experts)
 
 
-_Deriving = Linear | RMSNorm | Attention | MoE  # modules that derive something from their parameters
+_Deriving = Linear | RMSNorm | MoE  # modules that derive something from their parameters
 
 
 class DecoderLayer(Layer):
@@ -320,6 +297,7 @@ class Decoder(Layer):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.lm_head = Linear(config.hidden_size, self.shard.vocab_size, float32_output=True)
+        self._qk_weights: Tensor | None = None  # of all layers, [num_layers, heads, head_dim]
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         with torch.device("cpu"):
@@ -389,11 +367,12 @@ class Decoder(Layer):
         made: dict[Tensor, Derived] = {
             self.get_parameter(name): copy for name, copy in (packed or {}).items()
         }
+        derived += self.derive_qk_weights()
         if changed is not None and self.embed.weight.is_cuda and not self.deterministic:
-            # Generation stands still meanwhile after an update. Only the norms of queries and keys derive
-            # anything here: all of them at once take 0.1 ms, and to look up which have changed 7 ms.
-            return derived + derive_qk_weights([cast(DecoderLayer, layer).attn for layer in self.layers])
-        values = None if changed is None else {self.get_parameter(name) for name in changed}
+            return derived  # nothing else derives anything here, and to look that up would take 7 ms
+        values: set[Tensor] | None = None
+        if changed is not None:
+            values = {self.get_parameter(name) for name in changed}
         for module in self._changed_by(values):
             if isinstance(module, Linear):
                 gemm = cast(Gemm | None, made.get(module.get_parameter("weight")))
@@ -403,6 +382,29 @@ class Decoder(Layer):
             else:
                 derived += module.build_derived()
         return derived
+
+    def derive_qk_weights(self) -> int:
+        """Concatenate each layer's query and key norms' weights, so that one pass normalises both.
+
+        It takes a few kernels for all layers, since generation stands still meanwhile after an update. The
+        addresses stay the same, because captured graphs read from them. Returns the bytes.
+        """
+        modules = [cast(DecoderLayer, layer).attn for layer in self.layers]
+        norms: list[Tensor] = [
+            norm.weight for each in modules for norm in (each.q_norm, each.k_norm) if norm is not None
+        ]
+        if not norms:
+            return 0
+        query, key = torch.stack(norms).view(len(modules), 2, 1, -1).unbind(1)
+        heads = self.shard.num_heads
+        if self._qk_weights is None:
+            size = len(modules), heads + self.shard.num_kv_heads, query.shape[-1]
+            self._qk_weights = torch.empty(size, dtype=torch.float32, device=query.device)
+            for each, part in zip(modules, self._qk_weights, strict=True):
+                each.qk_weight = part
+        self._qk_weights[:, :heads] = query
+        self._qk_weights[:, heads:] = key
+        return self._qk_weights.nbytes
 
     def _changed_by(self, changed: set[Tensor] | None) -> list[_Deriving]:
         """Return the modules that derive something from these parameters; None: from any."""

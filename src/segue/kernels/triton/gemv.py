@@ -136,14 +136,15 @@ def _gemv(
     BLOCK: tl.constexpr,
     PER_WORD: tl.constexpr,
     GATED: tl.constexpr,
+    SINGLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute `x @ weight.T`, BN columns at a time.
 
     With `norm_weight` the token is the norm of `x + residual`, and the first program stores that sum in
     `total`. GATED: `size` rows of the gate are followed by as many of the up projection, and the result is
-    `silu(gate) * up`. BK is a power of two that holds the DEPTH columns of the weight, and a block.
-    With `scales` the weight is in FP8, PER_WORD numbers each in an int32.
+    `silu(gate) * up`. SINGLE: no program has a second tile. BK is a power of two that holds the DEPTH columns
+    of the weight, and a block. With `scales` the weight is in FP8, PER_WORD numbers each in an int32.
     """
     r, k = tl.arange(0, BN), tl.arange(0, BK)
     inside = k < DEPTH
@@ -168,10 +169,12 @@ def _gemv(
     for tile in tl.range(tl.program_id(0), tl.cdiv(size, BN), tl.num_programs(0), num_stages=1):
         n = tile * BN + r
         following = n + tl.num_programs(0) * BN
-        next_w = _load(weight, following, size, DEPTH // PER_WORD, BK // PER_WORD)
-        next_up = next_w
-        if GATED:
-            next_up = _load(second, following, size, DEPTH // PER_WORD, BK // PER_WORD)
+        next_w, next_up = w, up
+        if not SINGLE:
+            next_w = _load(weight, following, size, DEPTH // PER_WORD, BK // PER_WORD)
+            next_up = next_w
+            if GATED:
+                next_up = _load(second, following, size, DEPTH // PER_WORD, BK // PER_WORD)
         if scales is None:
             result = tl.sum(w.to(tl.float32) * token[None, :], 1)
         else:
@@ -216,7 +219,8 @@ def gemv(
     size = size // 2 if gated else size
     unnormed = x if isinstance(x, Unnormed) else None
     out = torch.empty((1, size), dtype=dtype, device=weight.device)
-    _gemv[(min(plan.programs, triton.cdiv(size, plan.block_n)),)](
+    num_tiles = triton.cdiv(size, plan.block_n)
+    _gemv[(min(plan.programs, num_tiles),)](
         x=(x.x if isinstance(x, Unnormed) else x).contiguous(),
         residual=None if unnormed is None else unnormed.residual,
         norm_weight=None if unnormed is None else unnormed.weight,
@@ -233,6 +237,7 @@ def gemv(
         BLOCK=block,
         PER_WORD=1 if scales is None else 4,
         GATED=gated,
+        SINGLE=num_tiles <= plan.programs,
         **launch_options(plan.warps, 1),
     )
     return out

@@ -19,8 +19,8 @@ from segue.kernels.triton.norm import as_stored
 
 _AT_ONCE = tl.constexpr(8)  # splits that are combined at a time
 _WARPS = 4
-_BLOCK = 64  # keys at a time
-_STAGES = 2
+_BLOCK, _STAGES = 128, 1  # keys at a time; blocks on their way
+_WIDE_BLOCK, _WIDE_STAGES = 64, 2  # of heads above 128 numbers, which do not fit the registers otherwise
 
 
 @triton.jit
@@ -190,18 +190,18 @@ def _attend_token(
     `key_inverse` and `value_inverse` are 1 / scale of a pool in FP8, else None; for other arguments see
     `segue.kernels.triton.attention.decode`.
     """
-    split, h = tl.program_id(0), tl.program_id(1)
-    active = True
+    h, split = tl.program_id(0), tl.program_id(1)  # the splits in use start first
+    # These loads are on their way together: what follows needs one of them after the other.
+    kv_len, slot = tl.load(kv_lens), tl.load(slots)
     if num_decode is not None:
-        active = tl.load(num_decode) > 0
-    kv_len = tl.load(kv_lens, mask=active, other=0)
+        kv_len = tl.where(tl.load(num_decode) > 0, kv_len, 0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK), 1) * BLOCK
     splits, first = tl.cdiv(kv_len, per_split), split * per_split
     if split < splits:
         old = kv_len - 1  # keys in the cache
         end = tl.minimum(first + per_split, old)
         has_new = splits - 1 == split
-        table_row = page_table + tl.load(slots).to(tl.int64) * table_stride
+        table_row = page_table + slot.to(tl.int64) * table_stride
         k, v = _load_block(keys, values, table_row, first, end, h, page_rows, KV_HEADS, D, PAGE, BLOCK, WORDS)
         page = tl.load(table_row + old // PAGE).to(tl.int64)
         new_row = (page * page_rows + old % PAGE) * (KV_HEADS * D) + h * D
@@ -290,7 +290,8 @@ def attend_token(
     """
     _, num_heads, head_dim = output.shape
     group = num_heads // num_kv_heads
-    _attend_token[(splits, num_kv_heads)](
+    block, stages = (_BLOCK, _STAGES) if head_dim <= 128 else (_WIDE_BLOCK, _WIDE_STAGES)
+    _attend_token[(num_kv_heads, splits)](
         qkv=token.qkv,
         qk_weight=token.qk_weight,
         cosines=token.cosines,
@@ -302,8 +303,8 @@ def attend_token(
         value_inverse=None if scales is None else 1 / scales[1],
         SPLITS=splits,
         GP=max(16, triton.next_power_of_2(group)),
-        BLOCK=_BLOCK,
-        STAGES=_STAGES,
+        BLOCK=block,
+        STAGES=stages,
         WORDS=scales is not None and head_dim >= 64,
         **arguments,
         **launch_options(_WARPS, 1),
