@@ -208,7 +208,8 @@ class Greedy:
         """Return the log-probability of each id, and those of the two most likely ids at its position."""
         found = []
         for n, ids in zip(self.LENGTHS, forced, strict=True):
-            sequence = self.planner.add(making.prompt(n, seed=n) + ids, logprobs=2, prompt_logprobs_start=n)
+            options = {"logprobs": 2, "prompt_logprobs_start": n, "num_prompt_top": 2}
+            sequence = self.planner.add(making.prompt(n, seed=n) + ids, **options)
             self.planner.prefill(sequence, 200)
             self.planner.remove(sequence)
             found += [(entry.logprob, entry.top) for entry in sequence.prompt_logprobs]

@@ -11,13 +11,22 @@ from dataclasses import dataclass
 _MAX_DEPTH = 32768  # columns of a weight that the registers of a program hold
 
 
+_REGISTERS = 65536  # of a multiprocessor
+_SHORT = 65536  # numbers of a weight per multiprocessor
+
+
 @dataclass(frozen=True, slots=True)
 class GemvPlan:
     """The tile and launch options of one GEMM of one token."""
 
     block_n: int  # columns of the result per step of a program
-    programs: int  # at most, which share the tiles
+    per_sm: int  # programs per multiprocessor, at most, which share the tiles
     warps: int
+
+    @property
+    def registers(self) -> int:
+        """How many each thread may have, so that all programs run at the same time and end together."""
+        return min(255, _REGISTERS // (32 * self.warps * self.per_sm) // 8 * 8)
 
 
 def fits_gemv(depth: int) -> bool:
@@ -25,22 +34,20 @@ def fits_gemv(depth: int) -> bool:
     return depth <= _MAX_DEPTH and depth % 16 == 0
 
 
-def choose_gemv(depth: int, *, in_fp8: bool, gated: bool, num_sms: int) -> GemvPlan:
-    """Returns the plan for a weight of `depth` columns."""
-    if depth > 16384:
+def choose_gemv(size: int, depth: int, *, in_fp8: bool, gated: bool, num_sms: int) -> GemvPlan:
+    """Returns the plan for a weight of `size` rows and `depth` columns."""
+    if depth > 16384 or (in_fp8 and gated and depth > 8192):
         numbers, per_sm, warps = 65536 if in_fp8 else 32768, 1, 16
-    elif in_fp8 and depth > 8192 and not gated:
-        numbers, per_sm, warps = 65536, 2, 8
+    elif in_fp8 and gated:
+        numbers, per_sm, warps = (32768, 2, 8) if depth > 4096 else (16384, 4, 4)
     elif in_fp8:
-        numbers, per_sm, warps = (16384, 4, 4) if gated else (32768, 3, 8)
+        numbers, per_sm, warps = (65536, 2, 8) if depth > 8192 else (32768, 3, 8)
     elif depth > 8192:
-        numbers, per_sm, warps = 16384, 2, 8
-    elif (
-        depth <= 2048 and not gated
-    ):  # at least 8192 numbers, which leaves room for the next kernel's programs
-        numbers, per_sm, warps = 16383, 2, 4
+        numbers, per_sm, warps = 32768, 1, 16
+    elif size * depth <= _SHORT * num_sms:
+        # From 8192 numbers on. More would leave too little room for the programs of the next kernel.
+        numbers, per_sm, warps = 16383, 3 if gated else 2, 8
     else:
-        numbers, per_sm, warps = (12288 if gated else 16384), 0, 4
+        numbers, per_sm, warps = 12288 if gated else 16384, 0, 4
     rows = 1 << max(0, (numbers // (2 if gated else 1) // depth).bit_length() - 1)
-    tile = rows * depth * (2 if gated else 1)
-    return GemvPlan(rows, (per_sm or 32768 // tile) * num_sms, warps)
+    return GemvPlan(rows, per_sm or 32768 // (rows * depth * (2 if gated else 1)), warps)

@@ -7,8 +7,6 @@ before the GEMM needs nothing but the token, so each program computes it, instea
 For M, N, K and the names of sizes see `segue.kernels.triton.gemm`; here M is 1.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from segue.kernels.activations import Unnormed
 from segue.kernels.fp8 import FP8
-from segue.kernels.gemv_plan import GemvPlan, choose_gemv
+from segue.kernels.gemv_plan import choose_gemv
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
 
@@ -215,12 +213,13 @@ def gemv(
         gated: the weight is `[2 * I, K]`, gate rows first; the result is `silu(gate) * up`.
     """
     size, depth = weight.shape
-    plan = _choose(depth, weight.dtype == FP8, gated, weight.device)
+    sms = num_sms(weight.device)
+    plan = choose_gemv(size, depth, in_fp8=weight.dtype == FP8, gated=gated, num_sms=sms)
     size = size // 2 if gated else size
     unnormed = x if isinstance(x, Unnormed) else None
     out = torch.empty((1, size), dtype=dtype, device=weight.device)
-    num_tiles = triton.cdiv(size, plan.block_n)
-    _gemv[(min(plan.programs, num_tiles),)](
+    num_tiles, programs = triton.cdiv(size, plan.block_n), plan.per_sm * sms
+    _gemv[(min(programs, num_tiles),)](
         x=(x.x if isinstance(x, Unnormed) else x).contiguous(),
         residual=None if unnormed is None else unnormed.residual,
         norm_weight=None if unnormed is None else unnormed.weight,
@@ -237,12 +236,8 @@ def gemv(
         BLOCK=block,
         PER_WORD=1 if scales is None else 4,
         GATED=gated,
-        SINGLE=num_tiles <= plan.programs,
+        SINGLE=num_tiles <= programs,
+        maxnreg=plan.registers,
         **launch_options(plan.warps, 1),
     )
     return out
-
-
-@cache
-def _choose(depth: int, in_fp8: bool, gated: bool, device: torch.device) -> GemvPlan:
-    return choose_gemv(depth, in_fp8=in_fp8, gated=gated, num_sms=num_sms(device))
