@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -76,7 +76,7 @@ class RankSession:
         self._cancelled = threading.Event()
         self._freed = threading.Event()  # not set while memory is about to be given back
         self._freed.set()
-        self._work = SimpleQueue[Callable[[], None]]()
+        self._work = SimpleQueue[Callable[[], object]]()
         self._thread = threading.Thread(target=self._run, name="segue-weights", daemon=True)
         self._thread.start()
 
@@ -344,12 +344,18 @@ class RankSession:
             self._replies.send(call, errors, {"touched": False})
             return
         self._freed.clear()  # the next session waits for the memory that this one is about to give back
-        self._work.put(partial(self._finish_commit, call, self._served.submit(self._write)))
+        written = self._served.submit(self._write)
+        if self._staged.next_weights is None:
+            self._work.put(partial(self._end_commit, call, written))
+        else:  # generation waits for the reply, which need not wait for this session's thread
+            written.add_done_callback(partial(self._end_commit, call))
+            self._work.put(partial(wait, [written]))
 
     def _write(self) -> Written:
         """Write the served weights between two steps; raises nothing, since later steps would fail too.
 
-        On CUDA the copies are only launched here: the event of the result marks their end.
+        On CUDA copies are only launched here: the event of the result marks their end. Weights that take the
+        places of the served ones need none, since the steps that read them are launched later.
         """
         assert self._changes is not None
         replace, parameters = self._changes
@@ -361,25 +367,26 @@ class RankSession:
             self._served.note_sent(names)
 
         errors = errors_of(write)
-        event = torch.Event(self._served.device) if self._served.device.type == "cuda" else None
-        if event is not None:
+        event = None
+        if self._served.device.type == "cuda" and self._staged.next_weights is None:
+            event = torch.Event(self._served.device)
             event.record()
         return errors, bool(parameters), event
 
-    def _finish_commit(self, call: int, written: Future[Written]) -> None:
-        """Reply, and then give the memory back, so that no pause waits for it.
+    def _end_commit(self, call: int, written: Future[Written]) -> None:
+        """Reply, and then have the memory given back, so that no pause waits for it.
 
         A session whose commit failed is kept until its `Discard`.
         """
         fields: Fields = {"touched": True}  # unless it is known that nothing was written
 
-        def wait() -> list[str]:
+        def end() -> list[str]:
             errors, fields["touched"], event = written.result()
             if event is not None:
                 event.synchronize()
             return errors
 
-        errors = errors_of(wait)
+        errors = errors_of(end)
         if (generations := self._served.memory.generations) is not None:
             fields["generation"] = generations.number, generations.name
         if self._served.missing:
@@ -388,10 +395,13 @@ class RankSession:
             self._freed.set()  # before the reply, which a `Discard` follows
         self._replies.send(call, errors, fields)
         if not errors:
-            try:
-                self._end()
-            except Exception:
-                logger.exception("the memory of a committed weight update could not be given back")
+            self._work.put(self._give_back)
+
+    def _give_back(self) -> None:
+        try:
+            self._end()
+        except Exception:
+            logger.exception("the memory of a committed weight update could not be given back")
 
     # --- the end ---
 
