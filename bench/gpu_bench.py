@@ -34,6 +34,13 @@ def of_one_gpu() -> Benches:
         "kv_fp8": ["kv_fp8"],
         "untuned": ["untuned"],
         "service_speed": ["service_speed"],
+        "parked": ["gpu_memory", "parked", "0.6b"],
+        "parked_8b": ["gpu_memory", "parked", "8b"],
+        "released": ["gpu_memory", "released"],
+        "weight_sync_service": [
+            *("weight_sync", large, "--device=cuda", "--same-gpu", "--num-kv-tokens=65536", "--service"),
+            "--name=gpu_weight_sync_service",
+        ],
         "guided": ["guided", "--device=cuda", "--model=0.6b"],
         "moe": ["moe"],
         "mixed_step": ["mixed_step", small, "--load-format=dummy"],
@@ -70,6 +77,10 @@ def of_two_gpus() -> Benches:
             "--name=gpu_weight_sync",
         ],
         "weight_sync_host": ["weight_sync", large, "--device=cuda", "--name=gpu_weight_sync_host"],
+        "failover_tp2": [
+            *("failover", "--model=0.6b", "--tp=2", "--device=cuda", "--kills=3", "--shadows=3"),
+            *("--cold-starts=0", "--num-kv-tokens=262144", "--name=gpu_failover_0.6b_tp2"),
+        ],
         "pd": ["pd", "--gpus=2"],
         "pd_against_two": ["pd", "--gpus=2", "--against-two"],
     }
