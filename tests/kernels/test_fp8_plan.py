@@ -34,7 +34,7 @@ def test_candidates_fit_the_weight_and_the_device(size, depth, kind, rows, block
         if block == 128:  # one scale for each product that is summed
             assert plan.block_k <= block
         if plan.fp8_tokens:  # the tensor cores of Hopper, which have one scale per row, or few
-            assert device is H200 and block != 16 and plan.block_m <= 32
+            assert device is H200 and block != 16 and plan.block_k == 128
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,9 @@ def test_candidates_fit_the_weight_and_the_device(size, depth, kind, rows, block
         (FP8Plan(64, 128, 128, 1, 6, 8), 16, 184320, 233472),
         (FP8Plan(64, 128, 256, 1, 3, 4), 0, 131072, 229376),
         (FP8Plan(64, 128, 256, 1, 3, 4), 16, 147456, 245760),
-        (FP8Plan(16, 128, 256, 1, 4, 4, fp8_tokens=True), 0, None, 163840),
-        (FP8Plan(16, 128, 128, 1, 6, 4, fp8_tokens=True), 128, None, 125952),
+        (FP8Plan(16, 64, 128, 1, 4, 4, fp8_tokens=True), 0, None, 49536),
+        (FP8Plan(32, 128, 128, 1, 4, 4, fp8_tokens=True), 128, None, 100608),
+        (FP8Plan(64, 64, 128, 1, 6, 4, fp8_tokens=True), 0, None, 150016),
     ],
     ids=str,
 )

@@ -53,6 +53,7 @@ OF_STEPS = {
     *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
     *("gate_up_silu._silu_mul_fp8", "gemv._gemv", "token_attention._attend_token"),
 }
+OF_PLANS = {"fp8_gemm._split_tokens"}  # of steps, too, if a start has found such a plan
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {
     "grouped_copy._copy": "memory.tensor_ops.warm_up",
@@ -95,7 +96,7 @@ def test_every_kernel_that_is_launched_is_compiled_at_the_start() -> None:
     files = [*(SOURCE / "kernels" / "triton").glob("*.py"), SOURCE / "attention" / "triton.py"]
     users = [path for path in SOURCE.rglob("*.py") if "segue.kernels.triton" in path.read_text()]
     found = {kernel for path in {*files, *users} for kernel in launches(path)}
-    assert found == OF_STEPS | OF_OTHERS.keys()
+    assert found == OF_STEPS | OF_PLANS | OF_OTHERS.keys()
     for function in OF_OTHERS.values():
         module, _, name = function.rpartition(".")
         tree = ast.parse((SOURCE / (module.replace(".", "/") + ".py")).read_text())
@@ -246,7 +247,7 @@ def test_the_warm_up_knows_the_plans_that_the_start_found(
     found: plan_store.Plans = {}
     for splits, rows in enumerate((1, 5, 10, 14, 47), 2):  # nothing else changes there
         plans = {
-            kind: asdict(FP8Plan(64, 64, 128, count, 3, 4))
+            kind: asdict(FP8Plan(64, 64, 128, count, 3, 4, fp8_tokens=splits % 2 == 0))
             for kind, count in (("split", splits), *[("gated", 1)] * (splits % 2))
         }
         for module in model.model.modules():
@@ -262,6 +263,7 @@ def test_the_warm_up_knows_the_plans_that_the_start_found(
     fp8_gemm.choose_fp8.cache_clear()
     assert not missing(needed, warmed)
     assert sum(kernel == "norm._add_rms_norm" for kernel, _ in needed) > 5
+    assert {kernel for kernel, _ in needed} >= OF_PLANS
 
 
 def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ from segue.kernels.gemm_plan import (
 )
 
 MAX_FEW_ROWS = 64  # rows up to which a GEMM takes as long as reading the weight
+SPLIT_BLOCK = 128  # columns of a token that have a factor, if tokens are sums of two numbers in FP8
 _PER_ARITHMETIC = 5  # candidates that are tried for each of the two ways to multiply
+_SPLIT = 2e-6  # seconds of the kernel that makes tokens sums of two numbers
 _NORM = 4  # reading and converting overlap: their times add up by this norm
 _ISSUED = 4 * 1.7e9  # instructions of warps that an SM issues per second, if enough warps are ready
 _BUSY_WARPS = 8  # warps of an SM that issue half as many
@@ -56,6 +58,7 @@ class FP8Plan:
         multiplied = 0
         if self.fp8_tokens:
             multiplied = weight + tokens
+            scales += 8 * self.block_m  # factors of both numbers of each token
         elif capability >= (9, 0) and self.block_m >= 64:
             multiplied = ELEMENT * weight + tokens
         return (self.stages - 1) * (weight + tokens + scales) + multiplied + _SHARED
@@ -157,7 +160,8 @@ def valid_plans(shape: FP8Shape, device: DeviceFacts) -> Iterator[FP8Plan]:
             continue
         if plan.shared_bytes(shape.block, device.capability) > device.shared_bytes:
             continue
-        if fp8_tokens and block_m * block_k > 32 * 128:  # each program converts its tokens, step by step
+        # A sum and a product each of twice as many tokens are in registers.
+        if fp8_tokens and (block_k != SPLIT_BLOCK or 4 * block_m * block_n > 128 * 32 * warps):
             continue
         yield plan
 
@@ -177,15 +181,14 @@ def _predict(plan: FP8Plan, shape: FP8Shape, device: DeviceFacts) -> float:
     warps = plan.warps * min(own, programs_at_once(same_bytes, device))
     issued = _ISSUED * warps / (warps + _BUSY_WARPS)
     converting: float = steps * plan.warps * _instructions(plan) / issued
-    return float((reading**_NORM + converting**_NORM) ** (1 / _NORM))
+    return (_SPLIT if plan.fp8_tokens else 0) + float((reading**_NORM + converting**_NORM) ** (1 / _NORM))
 
 
 def _instructions(plan: FP8Plan) -> float:
     """Returns roughly the instructions of a warp for one step along K, as compiled for 9.0."""
     threads = 32 * plan.warps
     if plan.fp8_tokens:
-        tokens, sums = plan.block_m * plan.block_k / threads, plan.block_n * plan.block_m / threads
-        return 9 * tokens + 4 * sums + 110
+        return 2 * plan.block_n * 2 * plan.block_m / threads + 110  # the sums
     weights = plan.block_n * plan.block_k / threads
     fragments = plan.block_m * plan.block_k / 256 if plan.block_m < 64 else 0  # of tokens, in every warp
     return 2.6 * weights + 8 * fragments + 70

@@ -5,7 +5,8 @@ two ways to multiply, and the start of an engine times both (`plan_timing.py`):
 
 - It turns the weight to the dtype of the activations in registers (`from_fp8`).
 - The tensor cores multiply in FP8, and each token is the sum of two numbers in FP8, which together have the
-  8 significant bits of bfloat16. So nothing is done to the weight, and twice as much is multiplied.
+  8 significant bits of bfloat16 (`split_tokens`). So nothing is done to the weight, and twice as much is
+  multiplied.
 
 Both multiply by the scales once products are summed, and give results as precise as bfloat16.
 
@@ -20,11 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.kernels.fp8_plan import MAX_FEW_ROWS, FP8Plan, FP8Shape, default_plan
+from segue.kernels.fp8 import FP8
+from segue.kernels.fp8_plan import MAX_FEW_ROWS, SPLIT_BLOCK, FP8Plan, FP8Shape, default_plan
 from segue.kernels.plan_store import found_plans, lookup
 from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens, takes_fp8
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
+
+_SPLIT_AT_ONCE = 8  # blocks of a token per program of `_split_tokens`
 
 # Four numbers in FP8 (e4m3) to bfloat16. Two bytes each are put into the upper halves of 16 bits, and all but
 # the sign is shifted to where bfloat16 has the lowest 4 bits of its exponent and the highest 3 of its
@@ -57,22 +61,58 @@ def from_fp8(w, dtype: tl.constexpr):
     return w.to(dtype)
 
 
-@triton.jit
-def _split_tokens(t):
-    """Returns tokens `[BM, BK]` as `(high + low / 16) * scale`: both in FP8, and `[BM]` powers of two."""
-    t = t.to(tl.float32)
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_tokens(
+    x, halves, factors, num_rows, depth, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Write BLOCKS blocks of a token as `high * factor + low * (factor / 16)`; see `split_tokens`."""
+    m, num_blocks = tl.program_id(0).to(tl.int64), tl.cdiv(depth, BLOCK)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    pdl_wait(PDL)
+    t = tl.load(x + m * depth + k, mask=k < depth, other=0.0).to(tl.float32)
+    pdl_launch_dependents(PDL)
     exponents = tl.max(tl.abs(t), 1).to(tl.int32, bitcast=True) & 0x7F800000
     exponents = tl.maximum(exponents, 0x10000000)  # of zeros
-    up = (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)  # the inverse of the scale
-    t *= up[:, None]
+    t *= (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)[:, None]  # at most 256
     high = t.to(tl.float8e4nv)
     low = ((t - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
-    return high, low, exponents.to(tl.float32, bitcast=True) * 0.0078125
+    factor = exponents.to(tl.float32, bitcast=True) * 0.0078125
+    at, of_low = m * depth + k, num_rows.to(tl.int64) * depth
+    tl.store(halves + at, high, mask=k < depth)
+    tl.store(halves + of_low + at, low, mask=k < depth)
+    at, of_low = m * num_blocks + block, num_rows.to(tl.int64) * num_blocks
+    tl.store(factors + at, factor, mask=block < num_blocks)
+    tl.store(factors + of_low + at, factor * 0.0625, mask=block < num_blocks)
+
+
+def split_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens `[M, K]` as sums of two numbers in FP8, which keep the 8 significant bits of bfloat16.
+
+    Returns:
+        The numbers, `[2, M, K]`, and what they are to be multiplied by, float32 `[2, M, K / 128]`.
+    """
+    num_rows, depth = x.shape
+    num_blocks = triton.cdiv(depth, SPLIT_BLOCK)
+    halves = torch.empty((2, num_rows, depth), dtype=FP8, device=x.device)
+    factors = torch.empty((2, num_rows, num_blocks), device=x.device)
+    _split_tokens[(num_rows, triton.cdiv(num_blocks, _SPLIT_AT_ONCE))](
+        x=x.contiguous(),
+        halves=halves,
+        factors=factors,
+        num_rows=num_rows,
+        depth=depth,
+        BLOCKS=_SPLIT_AT_ONCE,
+        BLOCK=SPLIT_BLOCK,
+        **launch_options(4, num_rows),
+    )
+    return halves, factors
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_gemm(
     x,
+    of_tokens,
     weight,
     scales,
     bias,
@@ -86,14 +126,14 @@ def _fp8_gemm(
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
-    FP8_TOKENS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
     With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
-    EVEN: tiles divide the weight. With FP8_TOKENS the accumulator is transposed: rows of the weight fill the
+    EVEN: tiles divide the weight. With `of_tokens`, the factors of `split_tokens`, `x` is both halves of the
+    tokens, as if they were twice as many, and the accumulator is transposed: rows of the weight fill the
     tensor cores' 64 rows, as FP8 needs it. GATED: rows of the gate and of the up projection alternate in a
     tile, and half as many columns, `size`, are stored.
     """
@@ -103,14 +143,21 @@ def _fp8_gemm(
         n, is_row = r // 2 + (r % 2) * size, r < 2 * size
     else:
         n, is_row = r, r < size
+    IN_FP8: tl.constexpr = of_tokens is not None
+    row = m
+    if IN_FP8:
+        half = tl.arange(0, 2 * BM)
+        m = tl.program_id(2) * BM + half % BM
+        row = half // BM * num_rows + m
+        of_tokens += row * tl.cdiv(depth, BK)
     is_token = m < num_rows
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
-    tokens = x + m[:, None].to(tl.int64) * depth + k[None, :]
+    tokens = x + row[:, None].to(tl.int64) * depth + k[None, :]
     num_scales = tl.cdiv(depth, BLOCK) if BLOCK else 1
     scale = scales + n.to(tl.int64) * num_scales
     share = tl.cdiv(tl.cdiv(depth, BK), tl.num_programs(1)) * BK
     pdl_wait(PDL)
-    acc = tl.zeros((BN, BM) if FP8_TOKENS else (BM, BN), tl.float32)
+    acc = tl.zeros((BN, 2 * BM) if IN_FP8 else (BM, BN), tl.float32)
     for start in tl.range(split * share, tl.minimum((split + 1) * share, depth), BK, num_stages=STAGES):
         if EVEN:
             w = tl.load(weights + start)
@@ -125,9 +172,8 @@ def _fp8_gemm(
             factor = tl.load(scale[:, None] + block[None, :], mask=here, other=0.0)
             wide = tl.reshape(w.to(tl.float32), (BN, BK // BLOCK, BLOCK)) * factor[:, :, None]
             acc = tl.dot(t, tl.reshape(wide, (BN, BK)).to(t.dtype).T, acc)
-        elif FP8_TOKENS:
-            high, low, of_tokens = _split_tokens(t)
-            product = (tl.dot(w, high.T) + tl.dot(w, low.T) * 0.0625) * of_tokens[None, :]
+        elif IN_FP8:
+            product = tl.dot(w, t.T) * tl.load(of_tokens + start // BK, mask=is_token, other=0.0)[None, :]
             if BLOCK:
                 product *= tl.load(scale + start // BLOCK, mask=is_row, other=0.0)[:, None]
             acc += product
@@ -139,10 +185,13 @@ def _fp8_gemm(
     pdl_launch_dependents(PDL)
     if not BLOCK:
         scale = tl.load(scales + n, mask=is_row, other=0.0)
-        acc *= scale[:, None] if FP8_TOKENS else scale[None, :]
+        acc *= scale[:, None] if IN_FP8 else scale[None, :]
+    if IN_FP8:
+        acc = tl.sum(tl.reshape(acc, (BN, 2, BM)), 1)
+        m = tl.program_id(2) * BM + tl.arange(0, BM)
     if GATED:
         n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-        if FP8_TOKENS:
+        if IN_FP8:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 2, 2, BM)), (0, 2, 1)))
         else:
             gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
@@ -150,8 +199,8 @@ def _fp8_gemm(
     elif bias is not None:
         if split == 0:
             b = tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-            acc += b[:, None] if FP8_TOKENS else b[None, :]
-    m, n = (m[None, :], n[:, None]) if FP8_TOKENS else (m[:, None], n[None, :])
+            acc += b[:, None] if IN_FP8 else b[None, :]
+    m, n = (m[None, :], n[:, None]) if IN_FP8 else (m[:, None], n[None, :])
     at = out + (split * num_rows + m).to(tl.int64) * size + n
     tl.store(at, acc.to(out.dtype.element_ty), mask=(n < size) & (m < num_rows))
 
@@ -216,8 +265,12 @@ def run_fp8(
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
     grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
+    of_tokens = None
+    if plan.fp8_tokens:
+        x, of_tokens = split_tokens(x)
     _fp8_gemm[grid](
         x=x.contiguous(),
+        of_tokens=of_tokens,
         weight=weight,
         scales=scales,
         bias=bias,
@@ -231,7 +284,6 @@ def run_fp8(
         STAGES=plan.stages,
         BLOCK=block,
         EVEN=num_columns % plan.block_n == 0 and depth % plan.block_k == 0,
-        FP8_TOKENS=plan.fp8_tokens,
         GATED=gated,
         **launch_options(plan.warps, num_rows),
     )
