@@ -183,13 +183,14 @@ def _fp8_gemms(device: DeviceFacts) -> None:
 
 
 def _gemvs(device: DeviceFacts) -> None:
-    """Compile GEMMs of one token."""
+    """Compile GEMMs of one token, by short weights and by long ones, which have other plans and a loop."""
     for depth, block, gated in itertools.product(
-        (64, 1024, 2560, 4096, 12288, 28672), (None, 0, 128), (0, 1)
+        (64, 1024, 2560, 4096, 12288, 14336, 28672), (None, 0, 128), (0, 1)
     ):
-        weight, x = _bf16(256, depth) if block is None else _fp8(256, depth), _bf16(1, depth)
-        scales = None if block is None else torch.empty(256, -(-depth // block) if block else 1)
-        for token in (x, Unnormed(x, x, _bf16(depth), 1e-6, x)):
+        row, x = _bf16(1, depth) if block is None else _fp8(1, depth), _bf16(1, depth)
+        scales = None if block is None else torch.empty(1, -(-depth // block) if block else 1)
+        for size, token in ((256, x), (151936, Unnormed(x, x, _bf16(depth), 1e-6, x))):
+            weight = row.expand(size, depth)  # which takes no memory
             gemv.gemv(token, weight, scales, block or 0, None, torch.bfloat16, gated=bool(gated))
 
 

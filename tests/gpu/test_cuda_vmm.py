@@ -101,6 +101,20 @@ def test_a_captured_graph_sees_other_slabs_and_is_bit_equal_to_eager(
         assert torch.equal(weight, torch.full_like(weight, (0.5, -3.0)[cycle % 2])), cycle
 
 
+def test_neighbours_are_exchanged_together(vmm: CudaVMM, size: int) -> None:
+    """One call unmaps them, though each was mapped by a call of its own; what is between others stays."""
+    window = MemoryWindow(vmm, 5 * size)
+    for place in range(5):
+        window.map(place * size, vmm.adopt(filled(vmm, size, place), size), writable=False)
+    values = tensor_at(window.address, 5 * size, DEVICE).view(5, -1).view(torch.float32)
+    for cycle in (10, 20):
+        new = {place * size: vmm.adopt(filled(vmm, size, cycle + place), size) for place in (0, 1, 2, 4)}
+        window.remap(new, writable=False)
+        expected = [cycle, cycle + 1, cycle + 2, 3, cycle + 4]
+        assert values.min(1).values.tolist() == values.max(1).values.tolist() == expected
+    window.close()
+
+
 def test_a_write_to_a_slab_that_is_mapped_for_reading_ends_only_that_process(
     vmm: CudaVMM, window: MemoryWindow, size: int
 ) -> None:

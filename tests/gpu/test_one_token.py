@@ -25,7 +25,8 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(("normed", "gated"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("block", [None, 0, 16, 128])
 @pytest.mark.parametrize(
-    ("size", "depth"), [(64, 48), (64, 96), (6144, 1024), (1000, 2560), (514, 9728), (30, 17408)]
+    ("size", "depth"),
+    [(64, 48), (64, 96), (6144, 1024), (1000, 2560), (9000, 2560), (514, 9728), (2000, 14336), (30, 17408)],
 )
 def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     from segue.kernels.triton.gemv import gemv

@@ -215,6 +215,27 @@ def test_only_what_depends_on_changed_weights_is_built_again(is_tied: bool) -> N
     assert built == ["layers.1.attn.qkv", *(["lm_head"] if is_tied else [])]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_norms_of_queries_and_keys_are_joined_where_they_were(size: int) -> None:
+    """Captured graphs have the addresses. After any change, all layers have their weights."""
+    collectives = OneOfSeveralRanks(size - 1, size)
+    model = our_model(hf_model("Qwen3ForCausalLM"), collectives, torch.bfloat16)
+    addresses = [layer.attn.qk_weight.data_ptr() for layer in model.layers]
+    heads, kv_heads = 6 // size, 2 // size
+    for changed in (None, ["layers.1.attn.k_norm.weight"], ["embed.weight"]):
+        for layer in model.layers:
+            layer.attn.q_norm.weight.normal_()
+            layer.attn.k_norm.weight.normal_()
+        model.build_derived(changed)
+        for layer, address in zip(model.layers, addresses, strict=True):
+            query, key = layer.attn.q_norm.weight.float(), layer.attn.k_norm.weight.float()
+            assert torch.equal(layer.attn.qk_weight, torch.stack([query] * heads + [key] * kv_heads))
+            assert layer.attn.qk_weight.data_ptr() == address and layer.attn.qk_weight.is_contiguous()
+    assert model.derive_qk_weights() == 3 * (heads + kv_heads) * 8 * 4
+    llama = our_model(hf_model("LlamaForCausalLM"))
+    assert llama.derive_qk_weights() == 0 and llama.layers[0].attn.qk_weight is None
+
+
 def test_making_a_decoder_does_not_import_torchs_compiler() -> None:
     """Drawing initial values on the meta device would: 800 modules, and a second of every start."""
     program = """if True:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MAX_DEPTH = 32768  # columns of a weight that the registers of a program hold
-
-
 _REGISTERS = 65536  # of a multiprocessor
 _SHORT = 65536  # numbers of a weight per multiprocessor
 
@@ -40,13 +38,15 @@ def choose_gemv(size: int, depth: int, *, in_fp8: bool, gated: bool, num_sms: in
         numbers, per_sm, warps = 65536 if in_fp8 else 32768, 1, 16
     elif in_fp8 and gated:
         numbers, per_sm, warps = (32768, 2, 8) if depth > 4096 else (16384, 4, 4)
+    elif in_fp8 and 8192 < depth <= 12288:
+        numbers, per_sm, warps = 65536, 2, 8
     elif in_fp8:
-        numbers, per_sm, warps = (65536, 2, 8) if depth > 8192 else (32768, 3, 8)
+        numbers, per_sm, warps = 32768, 2 if depth > 4096 else 3, 8
     elif depth > 8192:
         numbers, per_sm, warps = 32768, 1, 16
     elif size * depth <= _SHORT * num_sms:
         # From 8192 numbers on. More would leave too little room for the programs of the next kernel.
-        numbers, per_sm, warps = 16383, 3 if gated else 2, 8
+        numbers, per_sm, warps = (8192, 3, 8) if gated and depth <= 4096 else (16383, 2, 8)
     else:
         numbers, per_sm, warps = 12288 if gated else 16384, 0, 4
     rows = 1 << max(0, (numbers // (2 if gated else 1) // depth).bit_length() - 1)
