@@ -2,11 +2,13 @@
 
     python -m bench.token_layers 0.6b|8b|DIRECTORY [--fp8] [--keys 600] [--plan qkv=8,2,8 …]
 
-A kernel alone, repeated, hides what its neighbours do to it: how early its programs find room on the device,
-and that its keys and values come from memory. So the plans of `kernels/gemv_plan.py` and the tiles of
-`kernels/triton/token_attention.py` were chosen by this. DIRECTORY has a config.json, and weights are random.
-Each --plan is measured beside the rule: the rows of a tile, the programs per multiprocessor, and the warps,
-for qkv, o, gate_up or down. A kernel's time is from its predecessor's end to its own; the median of a layer.
+A kernel that is repeated alone does not show what its neighbours do to it: how early its programs find room
+on the device, and that its keys and values come from memory. So the plans of `kernels/gemv_plan.py` and the
+tiles of `kernels/triton/token_attention.py` were chosen with this benchmark. DIRECTORY has a config.json; all
+weights are random. A --plan is for qkv, o, gate_up or down, and consists of the rows of a tile, the programs
+per multiprocessor, and the warps per program; each is measured alone, beside the plans of the rule. The time
+of a kernel is from the end of its predecessor to its own end, the median over the layers; the time of a layer
+is that of all layers, divided by their number.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from segue.kvcache.pool import KVPool, KVShape
 from segue.memory import backing
 from segue.models.config import ModelConfig
 
-KERNELS = ("qkv", "attention", "o", "gate_up", "down")  # of a layer, in their order
+KERNELS = ("qkv", "attention", "o", "gate_up", "down")  # of a layer, in the order of their launches
 PAGE = 64  # tokens
 EPS = 1e-6
 
-Weight = tuple[Tensor, Tensor | None]  # with scales of rows, if it is in FP8
-Plans = dict[tuple[int, int], GemvPlan]  # by the rows and columns of a weight
+Weight = tuple[Tensor, Tensor | None]  # the values, and float32 scales `[rows, 1]` if they are in FP8
+Plans = dict[tuple[int, int], GemvPlan]  # by the rows and columns of their weights
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the rows and columns of a layer's weights."""
+    """Return the rows and columns of each weight of a layer, by the name of its kernel."""
     width, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     return {
@@ -56,20 +58,21 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def parse_plan(text: str) -> tuple[str, GemvPlan]:
-    """Parse ``qkv=8,2,8``.
+    """Parse ``qkv=8,2,8``: the name of a kernel, and the numbers of its plan.
 
     Raises:
-        ValueError: it has another form.
+        argparse.ArgumentTypeError: `text` has another form.
     """
-    name, _, numbers = text.partition("=")
-    found = [int(number) for number in numbers.split(",")]
-    if name not in KERNELS or name == "attention" or len(found) != 3:
-        raise ValueError(f"{text!r}: give a plan as NAME=ROWS,PROGRAMS,WARPS for qkv, o, gate_up or down")
-    return name, GemvPlan(*found)
+    found = re.fullmatch(r"(qkv|o|gate_up|down)=(\d+),(\d+),(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a plan as NAME=ROWS,PROGRAMS,WARPS for qkv, o, gate_up or down"
+        )
+    return found[1], GemvPlan(*map(int, found.groups()[1:]))
 
 
 class Layers:
-    """All layers of a model for one token that has `keys` tokens of context."""
+    """All layers of a model, for one token that attends to `keys` tokens, itself included."""
 
     def __init__(self, config: ModelConfig, keys: int, *, fp8: bool) -> None:
         """Make random weights, keys and values on the current device."""
@@ -129,7 +132,7 @@ class Layers:
         self.token = torch.randn(1, config.hidden_size, device=self.device, dtype=torch.bfloat16)
 
     def run(self) -> Tensor:
-        """Run the layers, and return the output of the last one."""
+        """Run the layers; returns the output of the last down GEMM, `[1, hidden_size]`."""
         from segue.kernels.triton.gemv import gemv
 
         x, total = self.token, None
@@ -150,8 +153,8 @@ class Layers:
 
 
 def measure(run: Callable[[], object], num_layers: int) -> list[float]:
-    """Return the microseconds of a layer, and of each of its kernels."""
-    run()  # compiles
+    """Return the microseconds of a layer, and of each of its kernels in the order of KERNELS."""
+    run()  # compiles the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -171,13 +174,13 @@ def measure(run: Callable[[], object], num_layers: int) -> list[float]:
     ends = sorted(each.time_range.end for each in traced.events() if is_ours(each.name))
     count = len(KERNELS)
     times: list[list[float]] = [[] for _ in KERNELS]
-    for i in range(count * num_layers, len(ends)):  # after the first replay
+    for i in range(count * num_layers, len(ends)):  # the first replay is left out
         times[i % count].append(ends[i] - ends[i - 1])
     return [1e3 * best / num_layers, *(median(each) for each in times)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row for the rule, and one for each plan beside it."""
+    """Print a row for the plans of the rule, and one for each plan that is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

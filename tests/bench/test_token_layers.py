@@ -1,5 +1,6 @@
 """The layers that `bench.token_layers` measures."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -27,6 +28,6 @@ def test_the_weights_have_the_shapes_of_the_model(size: str) -> None:
 
 def test_plans_are_named() -> None:
     assert parse_plan("gate_up=4,3,8") == ("gate_up", GemvPlan(block_n=4, per_sm=3, warps=8))
-    for text in ("attention=1,2,3", "qkv=1,2", "head=1,2,3"):
-        with pytest.raises(ValueError, match="NAME=ROWS,PROGRAMS,WARPS"):
+    for text in ("attention=1,2,3", "qkv=1,2", "head=1,2,3", "qkv=a,2,3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="NAME=ROWS,PROGRAMS,WARPS"):
             parse_plan(text)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("programs") / "ray_fleet.py"
 MARK = "SEGUE_TEST_RAY_MARK"  # a variable that all processes of a cluster inherit
-AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # Ray's own, one of each per node
+AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # titles of Ray's processes, one of each per node
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,11 @@ def test_nothing_is_left_when_the_fleet_ends(seen: Mapping[str, Any]) -> None:
 
 
 def test_nothing_is_left_when_the_program_is_killed(model: Path, wait_until: WaitUntil) -> None:
-    """Ray's agents are left out: they tell the death of the raylet to a server that died with it, for 60 s.
+    """Ray's agents are left out: for 60 s they try to report the raylet's death to a server that died, too.
 
-    They write their title over some or all of their environment, so only their command lines tell for sure
-    who they are. The others end within a few seconds: workers look every second whether the raylet lives.
+    The agents write their titles over some or all of their environment, so only their command lines tell for
+    sure which processes they are. All other processes end within a few seconds: workers look every second
+    whether the raylet lives.
     """
     python, mark = interpreter("ray"), f"left-{os.getpid()}"
     process = start_child(
@@ -137,7 +138,7 @@ def test_nothing_is_left_when_the_program_is_killed(model: Path, wait_until: Wai
         process.kill()
         wait_until(lambda: marked(mark).keys() <= agents, timeout=30, what="the end of all processes")
     finally:
-        with process:  # it waits, and closes the pipe that a process which is left may hold open
+        with process:  # waits, and closes the pipe, which a process that is left may hold open
             process.kill()
         for pid in agents:
             with suppress(ProcessLookupError):

@@ -212,7 +212,7 @@ def test_padding_of_a_captured_step_goes_to_no_expert(tmp_path, monkeypatch):
     try:
         planner = Planner(runner)
         planner.run([(planner.add(making.prompt(20)), 20)])
-        size = 32  # of the graph that 20 tokens fit in
+        size = 32  # tokens of the smallest graph that 20 tokens fit in
         # The first layer has all tokens of a step, the last layer only those of `logits_indices`.
         for experts, real in ((seen[size], 20), (seen[8], 1)):
             assert (experts[:real] < 11).all() and (experts[real:] == 11).all()

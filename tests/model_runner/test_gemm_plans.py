@@ -202,7 +202,7 @@ def test_only_rank_0_times_plans(search, tmp_path) -> None:
 
 
 def both_ranks(tmp_path: Path, run: Callable[[TPGroups], Any]) -> list[Any]:
-    """Return what `run` does on each of two ranks, which are threads with groups over gloo."""
+    """Return what `run` returns on each of two ranks, which are threads with groups over gloo."""
 
     def rank(number: int) -> Any:
         device, timeout = torch.device("cpu"), timedelta(seconds=20)

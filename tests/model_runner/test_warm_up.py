@@ -53,7 +53,7 @@ OF_STEPS = {
     *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
     *("gate_up_silu._silu_mul_fp8", "gemv._gemv", "token_attention._attend_token"),
 }
-OF_PLANS = {"fp8_gemm._split_tokens"}  # of steps, too, if a start has found such a plan
+OF_PLANS = {"fp8_gemm._split_tokens"}  # launched by steps too, if the start found such a plan
 # The others, and what compiles them before an engine is ready. None is left that no request can reach.
 OF_OTHERS = {
     "grouped_copy._copy": "memory.tensor_ops.warm_up",

@@ -23,9 +23,9 @@ from segue.kernels.gemm_plan import (
 )
 
 MAX_FEW_ROWS = 64  # rows up to which a GEMM takes as long as reading the weight
-SPLIT_BLOCK = 128  # columns of a token that have a factor, if tokens are sums of two numbers in FP8
+SPLIT_BLOCK = 128  # columns of a token that share a factor, if its numbers are sums of two in FP8
 _PER_ARITHMETIC = 5  # candidates that are tried for each of the two ways to multiply
-_SPLIT = 2e-6  # seconds of the kernel that makes tokens sums of two numbers
+_SPLIT = 2e-6  # predicted seconds of the kernel that splits the numbers of tokens into two in FP8
 _NORM = 4  # reading and converting overlap: their times add up by this norm
 _ISSUED = 4 * 1.7e9  # instructions of warps that an SM issues per second, if enough warps are ready
 _BUSY_WARPS = 8  # warps of an SM that issue half as many
@@ -58,7 +58,7 @@ class FP8Plan:
         multiplied = 0
         if self.fp8_tokens:
             multiplied = weight + tokens
-            scales += 8 * self.block_m  # factors of both numbers of each token
+            scales += 8 * self.block_m  # two factors of a token, in float32
         elif capability >= (9, 0) and self.block_m >= 64:
             multiplied = ELEMENT * weight + tokens
         return (self.stages - 1) * (weight + tokens + scales) + multiplied + _SHARED
@@ -160,7 +160,7 @@ def valid_plans(shape: FP8Shape, device: DeviceFacts) -> Iterator[FP8Plan]:
             continue
         if plan.shared_bytes(shape.block, device.capability) > device.shared_bytes:
             continue
-        # A sum and a product each of twice as many tokens are in registers.
+        # Registers hold two tiles in float32, sums and products, of twice as many tokens: 128 per thread.
         if fp8_tokens and (block_k != SPLIT_BLOCK or 4 * block_m * block_n > 128 * 32 * warps):
             continue
         yield plan
@@ -172,7 +172,10 @@ def _block_m(rows: int) -> int:
 
 
 def _predict(plan: FP8Plan, shape: FP8Shape, device: DeviceFacts) -> float:
-    """Returns the predicted seconds: of the GEMM in bfloat16 that reads as many bytes, and of converting."""
+    """Returns the predicted seconds.
+
+    They are those of the GEMM in bfloat16 that reads as many bytes, of converting, and of splitting tokens.
+    """
     tile = plan.block_m, plan.block_n, plan.block_k // 2
     same_bytes = GemmPlan(False, *tile, plan.splits, plan.stages, plan.warps)
     reading = predict(same_bytes, GemmShape(shape.rows, shape.size, shape.depth // 2, shape.kind), device)
@@ -188,7 +191,7 @@ def _instructions(plan: FP8Plan) -> float:
     """Returns roughly the instructions of a warp for one step along K, as compiled for 9.0."""
     threads = 32 * plan.warps
     if plan.fp8_tokens:
-        return 2 * plan.block_n * 2 * plan.block_m / threads + 110  # the sums
+        return 2 * plan.block_n * 2 * plan.block_m / threads + 110  # products times factors, added up
     weights = plan.block_n * plan.block_k / threads
     fragments = plan.block_m * plan.block_k / 256 if plan.block_m < 64 else 0  # of tokens, in every warp
     return 2.6 * weights + 8 * fragments + 70

@@ -1,7 +1,7 @@
 """Plans of GEMMs of one token: a pure module.
 
-A plan has enough loads on their way, and registers for them; which is best was measured on an H200, for the
-weights of Qwen3-0.6B, 4B and 8B.
+A plan has enough loads on their way, and registers for them. Which plan is the fastest was measured on an
+H200, for the weights of Qwen3-0.6B, 4B and 8B.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _MAX_DEPTH = 32768  # columns of a weight that the registers of a program hold
 _REGISTERS = 65536  # of a multiprocessor
-_SHORT = 65536  # numbers of a weight per multiprocessor
+_SHORT = 65536  # numbers per multiprocessor up to which a weight counts as short
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class GemvPlan:
     """The tile and launch options of one GEMM of one token."""
 
     block_n: int  # columns of the result per step of a program
-    per_sm: int  # programs per multiprocessor, at most, which share the tiles
+    per_sm: int  # programs per multiprocessor at most; all programs share the tiles
     warps: int
 
     @property
     def registers(self) -> int:
-        """How many each thread may have, so that all programs run at the same time and end together."""
+        """The registers that each thread may use, so that all programs run at the same time."""
         return min(255, _REGISTERS // (32 * self.warps * self.per_sm) // 8 * 8)
 
 
@@ -45,7 +45,7 @@ def choose_gemv(size: int, depth: int, *, in_fp8: bool, gated: bool, num_sms: in
     elif depth > 8192:
         numbers, per_sm, warps = 32768, 1, 16
     elif size * depth <= _SHORT * num_sms:
-        # From 8192 numbers on. More would leave too little room for the programs of the next kernel.
+        # A tile has about 8192 numbers: more would leave the next kernel's programs too little room.
         numbers, per_sm, warps = (8192, 3, 8) if gated and depth <= 4096 else (16383, 2, 8)
     else:
         numbers, per_sm, warps = 12288 if gated else 16384, 0, 4

@@ -83,7 +83,10 @@ class CudaVMM:
         self._map({address: slab}, writable=writable)
 
     def remap(self, slabs: Mapping[int, Slab], *, writable: bool) -> None:
-        """See `VMM.remap`; generation stands still meanwhile, so the device is waited for once."""
+        """See `VMM.remap`.
+
+        Generation stands still meanwhile, so it waits once for the device, and unmaps neighbours in one call.
+        """
         self._synchronise()
         cuda.use_device(self._device)
         for address, size in _joined({address: slab.size for address, slab in slabs.items()}):

@@ -297,7 +297,7 @@ class Decoder(Layer):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, collectives)
         self.lm_head = Linear(config.hidden_size, self.shard.vocab_size, float32_output=True)
-        self._qk_weights: Tensor | None = None  # of all layers, [num_layers, heads, head_dim]
+        self._qk_weights: Tensor | None = None  # see `derive_qk_weights`
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         with torch.device("cpu"):
@@ -369,7 +369,7 @@ class Decoder(Layer):
         }
         derived += self.derive_qk_weights()
         if changed is not None and self.embed.weight.is_cuda and not self.deterministic:
-            return derived  # nothing else derives anything here, and to look that up would take 7 ms
+            return derived  # no other module derives anything then; to look them up would take 7 ms
         values: set[Tensor] | None = None
         if changed is not None:
             values = {self.get_parameter(name) for name in changed}
@@ -386,8 +386,9 @@ class Decoder(Layer):
     def derive_qk_weights(self) -> int:
         """Concatenate each layer's query and key norms' weights, so that one pass normalises both.
 
-        It takes a few kernels for all layers, since generation stands still meanwhile after an update. The
-        addresses stay the same, because captured graphs read from them. Returns the bytes.
+        A few kernels fill one tensor of all layers, float32 `[num_layers, num_heads + num_kv_heads,
+        head_dim]`, because generation stands still while an update does this. The tensor keeps its address,
+        because captured graphs read from it. Returns its bytes: 0 for a model without these norms.
         """
         modules = [cast(DecoderLayer, layer).attn for layer in self.layers]
         norms: list[Tensor] = [

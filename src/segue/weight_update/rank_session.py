@@ -46,7 +46,8 @@ class RankSession:
     """One session on this rank.
 
     Its thread takes piece after piece of work from a queue: the commands of rank 0, and the end of a receive,
-    which has threads of its own. So nothing here needs a lock. A commit runs where the steps run.
+    which has threads of its own. So nothing here needs a lock. A commit runs where the steps run, and so does
+    the reply to a commit of shared weights.
 
     The weights come by broadcasts (`Stage`, then `Receive`), from a checkpoint (`Load`) or in a payload
     (`Take`), and wait in staging memory until `Commit`. Methods return their errors as sentences.
@@ -347,7 +348,7 @@ class RankSession:
         written = self._served.submit(self._write)
         if self._staged.next_weights is None:
             self._work.put(partial(self._end_commit, call, written))
-        else:  # generation waits for the reply, which need not wait for this session's thread
+        else:  # generation waits for the reply, so the thread that writes sends it; this session's one waits
             written.add_done_callback(partial(self._end_commit, call))
             self._work.put(partial(wait, [written]))
 
@@ -355,7 +356,7 @@ class RankSession:
         """Write the served weights between two steps; raises nothing, since later steps would fail too.
 
         On CUDA copies are only launched here: the event of the result marks their end. Weights that take the
-        places of the served ones need none, since the steps that read them are launched later.
+        places of the served ones need no event, since the steps that read them are launched later.
         """
         assert self._changes is not None
         replace, parameters = self._changes
@@ -374,7 +375,7 @@ class RankSession:
         return errors, bool(parameters), event
 
     def _end_commit(self, call: int, written: Future[Written]) -> None:
-        """Reply, and then have the memory given back, so that no pause waits for it.
+        """Reply to a commit, and only then queue giving the memory back, so that no pause waits for that.
 
         A session whose commit failed is kept until its `Discard`.
         """
@@ -398,6 +399,7 @@ class RankSession:
             self._work.put(self._give_back)
 
     def _give_back(self) -> None:
+        """End the session after the reply to its commit, which an error can change no more: it is logged."""
         try:
             self._end()
         except Exception:

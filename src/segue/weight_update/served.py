@@ -85,7 +85,7 @@ class ServedWeights:
 
     def note_sent(self, names: Iterable[str]) -> None:
         """Note that these tensors were written; a stacked name stands for those of all experts."""
-        if not self.missing:  # as a rule; generation waits for this
+        if not self.missing:  # the usual case, made fast because generation waits for it
             return
         for name in names:
             self.missing.difference_update(self.weight_map.stacked.get(name, (name,)))

@@ -4,8 +4,8 @@ For few rows the time is that of reading the weight, which takes half as long as
 two ways to multiply, and the start of an engine times both (`plan_timing.py`):
 
 - It turns the weight to the dtype of the activations in registers (`from_fp8`).
-- The tensor cores multiply in FP8, and each token is the sum of two numbers in FP8, which together have the
-  8 significant bits of bfloat16 (`split_tokens`). So nothing is done to the weight, and twice as much is
+- The tensor cores multiply in FP8, and each number of a token is the sum of two in FP8, which together have
+  the 8 significant bits of bfloat16 (`split_tokens`). So nothing is done to the weight, and twice as much is
   multiplied.
 
 Both multiply by the scales once products are summed, and give results as precise as bfloat16.
@@ -65,7 +65,10 @@ def from_fp8(w, dtype: tl.constexpr):
 def _split_tokens(
     x, halves, factors, num_rows, depth, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write BLOCKS blocks of a token as `high * factor + low * (factor / 16)`; see `split_tokens`."""
+    """Write BLOCKS blocks of a token as `high * factor + low * (factor / 16)`.
+
+    A block is BLOCK numbers with one factor. For the shapes of the tensors see `split_tokens`.
+    """
     m, num_blocks = tl.program_id(0).to(tl.int64), tl.cdiv(depth, BLOCK)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     k = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -73,8 +76,8 @@ def _split_tokens(
     t = tl.load(x + m * depth + k, mask=k < depth, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
     exponents = tl.max(tl.abs(t), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    exponents = tl.maximum(exponents, 0x10000000)  # of zeros
-    t *= (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)[:, None]  # at most 256
+    exponents = tl.maximum(exponents, 0x10000000)  # for blocks of zeros
+    t *= (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)[:, None]  # now below 256
     high = t.to(tl.float8e4nv)
     low = ((t - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
     factor = exponents.to(tl.float32, bitcast=True) * 0.0078125
@@ -87,10 +90,11 @@ def _split_tokens(
 
 
 def split_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens `[M, K]` as sums of two numbers in FP8, which keep the 8 significant bits of bfloat16.
+    """Return the numbers of tokens `[M, K]` as sums of two in FP8, which keep bfloat16's 8 significant bits.
 
     Returns:
-        The numbers, `[2, M, K]`, and what they are to be multiplied by, float32 `[2, M, K / 128]`.
+        The high and the low numbers, FP8 `[2, M, K]`, and the factor of each 128 columns of them, float32
+        `[2, M, ceil(K / 128)]`. A token is the sum of its high and its low numbers, times their factors.
     """
     num_rows, depth = x.shape
     num_blocks = triton.cdiv(depth, SPLIT_BLOCK)
@@ -112,7 +116,7 @@ def split_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_gemm(
     x,
-    of_tokens,
+    token_factors,
     weight,
     scales,
     bias,
@@ -132,9 +136,10 @@ def _fp8_gemm(
     """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
     With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
-    EVEN: tiles divide the weight. With `of_tokens`, the factors of `split_tokens`, `x` is both halves of the
-    tokens, as if they were twice as many, and the accumulator is transposed: rows of the weight fill the
-    tensor cores' 64 rows, as FP8 needs it. GATED: rows of the gate and of the up projection alternate in a
+    EVEN: tiles divide the weight. With `token_factors`, the factors of `split_tokens`, `x` is the `[2, M, K]` of
+    that function and is multiplied like twice as many tokens, whose results are added up in the end; BK is
+    its 128 columns. The accumulator is transposed then: rows of the weight fill the tensor cores' 64 rows, as
+    FP8 needs it. GATED: rows of the gate and of the up projection alternate in a
     tile, and half as many columns, `size`, are stored.
     """
     r, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
@@ -143,13 +148,13 @@ def _fp8_gemm(
         n, is_row = r // 2 + (r % 2) * size, r < 2 * size
     else:
         n, is_row = r, r < size
-    IN_FP8: tl.constexpr = of_tokens is not None
+    IN_FP8: tl.constexpr = token_factors is not None
     row = m
     if IN_FP8:
         half = tl.arange(0, 2 * BM)
         m = tl.program_id(2) * BM + half % BM
         row = half // BM * num_rows + m
-        of_tokens += row * tl.cdiv(depth, BK)
+        token_factors += row * tl.cdiv(depth, BK)
     is_token = m < num_rows
     weights = weight + n[:, None].to(tl.int64) * depth + k[None, :]
     tokens = x + row[:, None].to(tl.int64) * depth + k[None, :]
@@ -173,7 +178,7 @@ def _fp8_gemm(
             wide = tl.reshape(w.to(tl.float32), (BN, BK // BLOCK, BLOCK)) * factor[:, :, None]
             acc = tl.dot(t, tl.reshape(wide, (BN, BK)).to(t.dtype).T, acc)
         elif IN_FP8:
-            product = tl.dot(w, t.T) * tl.load(of_tokens + start // BK, mask=is_token, other=0.0)[None, :]
+            product = tl.dot(w, t.T) * tl.load(token_factors + start // BK, mask=is_token, other=0.0)[None, :]
             if BLOCK:
                 product *= tl.load(scale + start // BLOCK, mask=is_row, other=0.0)[:, None]
             acc += product
@@ -265,12 +270,12 @@ def run_fp8(
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
     grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
-    of_tokens = None
+    token_factors = None
     if plan.fp8_tokens:
-        x, of_tokens = split_tokens(x)
+        x, token_factors = split_tokens(x)
     _fp8_gemm[grid](
         x=x.contiguous(),
-        of_tokens=of_tokens,
+        token_factors=token_factors,
         weight=weight,
         scales=scales,
         bias=bias,

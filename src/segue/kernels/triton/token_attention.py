@@ -20,7 +20,7 @@ from segue.kernels.triton.norm import as_stored
 _AT_ONCE = tl.constexpr(8)  # splits that are combined at a time
 _WARPS = 4
 _BLOCK, _STAGES = 128, 1  # keys at a time; blocks on their way
-_WIDE_BLOCK, _WIDE_STAGES = 64, 2  # of heads above 128 numbers, which do not fit the registers otherwise
+_WIDE_BLOCK, _WIDE_STAGES = 64, 2  # for heads of more than 128 numbers: larger blocks do not fit registers
 
 
 @triton.jit
@@ -190,8 +190,8 @@ def _attend_token(
     `key_inverse` and `value_inverse` are 1 / scale of a pool in FP8, else None; for other arguments see
     `segue.kernels.triton.attention.decode`.
     """
-    h, split = tl.program_id(0), tl.program_id(1)  # the splits in use start first
-    # These loads are on their way together: what follows needs one of them after the other.
+    h, split = tl.program_id(0), tl.program_id(1)  # the first splits of all heads, those in use, start first
+    # None of these loads waits for another one, so together they take about as long as one.
     kv_len, slot = tl.load(kv_lens), tl.load(slots)
     if num_decode is not None:
         kv_len = tl.where(tl.load(num_decode) > 0, kv_len, 0)
