@@ -136,11 +136,11 @@ def _fp8_gemm(
     """Compute one tile of `x @ weight.T`, or one of its split-K partials, if the grid splits K.
 
     With BLOCK, as many columns of a row of the weight have a scale: it is a multiple of BK, or divides it.
-    EVEN: tiles divide the weight. With `token_factors`, the factors of `split_tokens`, `x` is the `[2, M, K]` of
+    EVEN: tiles divide the weight. With `token_factors`, those of `split_tokens`, `x` is the `[2, M, K]` of
     that function and is multiplied like twice as many tokens, whose results are added up in the end; BK is
-    its 128 columns. The accumulator is transposed then: rows of the weight fill the tensor cores' 64 rows, as
-    FP8 needs it. GATED: rows of the gate and of the up projection alternate in a
-    tile, and half as many columns, `size`, are stored.
+    its 128 columns. The accumulator is transposed then: rows of the weight fill the tensor cores' 64 rows,
+    as FP8 needs it. GATED: rows of the gate and of the up projection alternate in a tile, and half as many
+    columns, `size`, are stored.
     """
     r, split = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m, k = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BK)
