@@ -38,7 +38,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(arena: Arena, table: WeightMap, seed: int) -> Iterator[int]:
+def fill(arena: Arena, table: WeightMap, seed: int, dtype: torch.dtype) -> Iterator[int]:
     for slab in arena.slabs:
         yield slab.zero_().numel()
 
