@@ -14,7 +14,7 @@ from segue.distributed.info import TPInfo
 from segue.layers.blocks import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.messages.weight_operations import Group
-from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take
+from segue.messages.weight_update import Commit, Discard, Join, RankReply, Receive, Stage, Take
 from segue.models.decoder import Decoder, MoE
 from segue.weight_update import staging, staging_memory
 from segue.weight_update.checksum import checksum
@@ -204,6 +204,30 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
         answered.set()
         rank.do(Take, session=2, payload=payload, copy=True)
     assert seen == [True]
+
+
+def test_a_discard_that_comes_while_a_commit_gives_its_memory_back_is_answered_after_that(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_release, released, release = threading.Event(), threading.Event(), StagedWeights.release
+
+    def slow_release(self: StagedWeights, **options: Any) -> None:
+        assert may_release.wait(30)
+        release(self, **options)
+        released.set()
+
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, copy=True)
+    monkeypatch.setattr(StagedWeights, "release", slow_release)
+    rank.do(Commit, session=1)
+    ending = rank.updater._sessions[1]
+    while not ending._work.empty():  # until its thread waits in `slow_release`
+        assert ending._thread.is_alive()
+    call = rank.send(Discard, session=1)
+    may_release.set()
+    answer = rank.messages.get(timeout=5)
+    assert isinstance(answer, RankReply) and (answer.call, answer.errors) == (call, [])
+    assert released.is_set()
 
 
 def test_a_session_whose_manifest_was_refused_can_drop_its_broadcasts(rank: Rank) -> None:
