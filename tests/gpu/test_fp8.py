@@ -91,6 +91,37 @@ def test_every_plan_that_a_start_tries_is_right(kind: Any, rows: int, block: int
         assert ((found - expected).norm(dim=1) < 4e-3 * expected.norm(dim=1)).all(), plan
 
 
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("kind", ["split", "whole", "gated"])
+@pytest.mark.parametrize(("rows", "block_m"), [(5, 16), (17, 16), (33, 64)])
+@pytest.mark.parametrize("depth", [304, 640])
+def test_tokens_split_into_two_numbers_in_fp8_need_not_fill_tiles(
+    depth: int, rows: int, block_m: int, kind: str, block: int
+) -> None:
+    """Nor do three splits divide the blocks of a token; its blocks have factors of their own."""
+    from segue.kernels.fp8_plan import FP8Plan
+    from segue.kernels.triton.fp8_gemm import run_fp8
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the tensor cores of Hopper multiply in FP8 like this")
+    gated = kind == "gated"
+    size = 208 if gated else 104
+    x = normal(rows, depth, dtype=torch.bfloat16)
+    x[1, :128], x[:, 128:256] = 0, x[:, 128:256] * 2.0**20
+    weight, scales = quantize(normal(size, depth, seed=1).mul_(0.02), block)
+    bias = None if gated else normal(size, dtype=torch.bfloat16, seed=2)
+    expected = x.double() @ dequantize(weight, scales, block).T.double()
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    else:
+        expected += bias.double()
+    plan = FP8Plan(block_m, 64, 128, 3 if kind == "split" else 1, stages=3, warps=4, fp8_tokens=True)
+    found = run_fp8(plan, x, weight.contiguous(), scales, block, bias, gated=gated).double()
+    found = found.sum(0) if plan.splits > 1 else found
+    assert ((found - expected).norm(dim=1) < 4e-3 * expected.norm(dim=1)).all()
+
+
 def test_a_start_finds_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from segue.kernels import plan_store
     from segue.kernels.fp8_plan import FP8Plan, FP8Shape

@@ -374,3 +374,20 @@ def test_two_engines_that_update_take_turns(directory: Path, ranks: NewRank, new
     second.do(AdoptGeneration)
     begin(second, 2)
     second.do(Discard, session=2)
+
+
+def test_a_generation_is_given_up_that_is_replaced_while_another_one_is_given_up(
+    directory: Path, ranks: NewRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations: Any = ranks(directory).served.memory.generations
+    unpinned = list[int]()
+
+    def unpin(number: int) -> None:
+        if not unpinned:
+            generations.retired.append(7)  # as the thread that adopts does
+        unpinned.append(number)
+
+    monkeypatch.setattr(generations.client, "unpin", unpin)
+    generations.retired.append(6)
+    generations.unpin_retired()
+    assert unpinned == [6, 7] and generations.retired == []

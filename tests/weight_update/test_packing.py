@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,29 @@ def test_an_engine_that_follows_packs_before_it_adopts(
     assert rank.do(AdoptGeneration)["generation"] == (2, "2")
     assert not threads
     assert_same(rank, new)
+
+
+def test_a_generation_that_is_fetched_before_the_last_one_is_given_up_stays(
+    rank: Rank, monkeypatch: Patch
+) -> None:
+    released = list[int]()
+
+    def fetch(number: int) -> Any:
+        release = partial(released.append, number)
+        return SimpleNamespace(arena=rank.served.arena, parameters=set(), adopt=lambda: None, release=release)
+
+    shared: Any = SimpleNamespace(fetch=fetch, number=2, name="2")
+    monkeypatch.setattr(rank.served.memory, "generations", shared)
+    rank.do(FetchGeneration, generation=2)
+    late = list[Callable[[], object]]()
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.updater, "_start", late.append)
+        rank.do(AdoptGeneration)
+        rank.stream.submit(lambda: None).result()  # the callbacks of the work before have run then
+    rank.do(FetchGeneration, generation=3)
+    late.pop()()
+    assert released == [2]
+    rank.do(AdoptGeneration)
 
 
 def test_a_discarded_session_leaves_the_served_copies(rank: Rank, tmp_path: Path) -> None:

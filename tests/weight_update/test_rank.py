@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from segue.distributed.info import TPInfo
 from segue.layers.blocks import RMSNorm
 from segue.memory.arena import ALIGNMENT, Arena
 from segue.messages.weight_operations import Group
-from segue.messages.weight_update import Commit, Discard, Join, Receive, Stage, Take
+from segue.messages.weight_update import (
+    Commit,
+    Discard,
+    Join,
+    OpenGeneration,
+    RankReply,
+    Receive,
+    Stage,
+    Take,
+)
 from segue.models.decoder import Decoder, MoE
 from segue.weight_update import staging, staging_memory
 from segue.weight_update.checksum import checksum
@@ -204,6 +214,68 @@ def test_a_commit_is_answered_before_its_memory_is_given_back(
         answered.set()
         rank.do(Take, session=2, payload=payload, copy=True)
     assert seen == [True]
+
+
+def test_a_discard_that_comes_while_a_commit_gives_its_memory_back_is_answered_after_that(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_release, released, release = threading.Event(), threading.Event(), StagedWeights.release
+
+    def slow_release(self: StagedWeights, **options: Any) -> None:
+        assert may_release.wait(30)
+        release(self, **options)
+        released.set()
+
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
+    rank.do(Take, session=1, payload=payload, copy=True)
+    monkeypatch.setattr(StagedWeights, "release", slow_release)
+    rank.do(Commit, session=1)
+    ending = rank.updater._sessions[1]
+    while not ending._work.empty():  # until its thread waits in `slow_release`
+        assert ending._thread.is_alive()
+    call = rank.send(Discard, session=1)
+    may_release.set()
+    answer = rank.messages.get(timeout=5)
+    assert isinstance(answer, RankReply) and (answer.call, answer.errors) == (call, [])
+    assert released.is_set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_shared_weights_are_given_back_only_when_they_have_been_adopted(
+    fails: bool, rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A discard that comes too early waits, and both commands get one reply each."""
+    arena = tiny.load(tmp_path / "old", dtype=torch.bfloat16)[1]
+    may_adopt, adopting, order = threading.Event(), threading.Event(), list[str]()
+
+    def adopt() -> None:
+        adopting.set()
+        assert may_adopt.wait(30)
+        order.append("adopted")
+        if fails:
+            raise RuntimeError("it cannot be mapped")
+
+    def release(*, in_use: bool) -> None:
+        order.append("released")
+
+    shared = SimpleNamespace(lease=1, arena=arena, take=lambda slabs: [], adopt=adopt, release=release)
+    generations = SimpleNamespace(open=lambda: shared, number=2, name="2")
+    monkeypatch.setattr(rank.served.memory, "generations", generations)
+    payload = save({NORM: torch.ones(rank.served.weight_map.shapes[NORM])})
+    rank.do(OpenGeneration, session=1)
+    rank.do(Take, session=1, payload=payload, copy=True)
+    calls = [rank.send(Commit, session=1)]
+    assert adopting.wait(30)
+    calls.append(rank.send(Discard, session=1))
+    session = rank.updater._sessions[1]
+    session._thread.join(0.2)
+    assert order == [] and session._thread.is_alive()
+    may_adopt.set()
+    found = {answer.call: answer for answer in (rank.messages.get(timeout=5) for _ in calls)}
+    assert [bool(found[call].errors) for call in calls] == [fails, False]
+    assert found[calls[0]].fields == {"touched": True, "generation": (2, "2")}
+    session.close()
+    assert order == ["adopted", "released"] and rank.messages.empty()
 
 
 def test_a_session_whose_manifest_was_refused_can_drop_its_broadcasts(rank: Rank) -> None:

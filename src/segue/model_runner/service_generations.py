@@ -12,6 +12,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 import torch
 from msgspec import structs
@@ -154,8 +155,10 @@ class ServedGeneration:
         """Give up the generations that this rank has served before."""
         with self._unpinning:
             while self.retired:
-                self.client.unpin(self.retired[-1])
-                self.retired.pop()
+                number = self.retired[-1]
+                self.client.unpin(number)
+                with suppress(ValueError):  # the list is cleared if the service is started again
+                    self.retired.remove(number)  # others may have been appended meanwhile
 
     def rename(self, version: str) -> None:
         """See `Generations.rename`."""

@@ -150,8 +150,9 @@ class WeightUpdater:
 
     def _adopt(self, call: int) -> None:
         """Serve the fetched generation between two steps, and reply there; then give up the one before."""
-        fetched, generations = self._fetched, self._served.memory.generations
+        generations, fetched = self._served.memory.generations, self._fetched
         assert fetched is not None and generations is not None
+        self._fetched = None  # now: the next generation may be fetched before a thread gives this one up
 
         def adopt(fields: Fields) -> list[str]:
             fetched.adopt()
@@ -160,7 +161,7 @@ class WeightUpdater:
             return []
 
         done = self._served.submit(partial(self._replies.answer, call, adopt))
-        done.add_done_callback(lambda _: self._start(self._release_fetched))
+        done.add_done_callback(lambda _: self._start(fetched.release))
 
     def _release_fetched(self) -> None:
         fetched, self._fetched = self._fetched, None

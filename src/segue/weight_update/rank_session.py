@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class RankSession:
         self._cancelled = threading.Event()
         self._freed = threading.Event()  # not set while memory is about to be given back
         self._freed.set()
+        self._discards = SimpleQueue[int]()  # the calls of each `Discard` that has not got its reply
         self._work = SimpleQueue[Callable[[], object]]()
         self._thread = threading.Thread(target=self._run, name="segue-weights", daemon=True)
         self._thread.start()
@@ -94,7 +96,10 @@ class RankSession:
             case messages.Discard():
                 self._cancelled.set()  # now: the thread may be busy with an earlier command
                 self._freed.clear()
-                self._work.put(partial(self._replies.answer, command.call, lambda fields: self._end()))
+                self._discards.put(command.call)
+                self._work.put(self._discard)
+                if self.has_ended:  # the thread may have ended without seeing this
+                    self._answer_discards()
             case _:  # an `AddCommand`
                 freed = [each._freed for each in others if not each._freed.is_set()]
                 add = partial(self._add, command, freed)
@@ -112,6 +117,7 @@ class RankSession:
             torch.cuda.set_device(self._served.device)
         while not self.has_ended:
             self._work.get()()
+        self._answer_discards()  # those that came while the memory of a commit was given back
 
     # --- weights are announced, or brought by a checkpoint or a payload ---
 
@@ -406,6 +412,15 @@ class RankSession:
             logger.exception("the memory of a committed weight update could not be given back")
 
     # --- the end ---
+
+    def _discard(self) -> None:
+        self._answer_discards(errors_of(self._end))
+
+    def _answer_discards(self, errors: Sequence[str] = ()) -> None:
+        """Reply to every `Discard` that has not got its reply; the session has ended."""
+        with suppress(Empty):
+            while True:
+                self._replies.send(self._discards.get_nowait(), errors)
 
     def _end(self) -> None:
         """Stop receiving, give the memory back, and end the thread.
