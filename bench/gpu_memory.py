@@ -42,7 +42,7 @@ NOT_PARKED = (
 TAGS = (["kv_cache"], ["weights"], ["weights", "kv_cache"])
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 PROMPTS = [[5, 6, 7] * 30, [9] * 50, list(range(3, 60))]
-CONTEXT = "import torch; torch.zeros(1, device='cuda'); print('there', flush=True); input()"
+CONTEXT = "import sys, torch; torch.zeros(1, device='cuda'); print('there', flush=True); sys.stdin.read()"
 
 
 def context_mib() -> int:

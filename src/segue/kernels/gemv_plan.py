@@ -47,7 +47,8 @@ def choose_gemv(size: int, depth: int, *, in_fp8: bool, gated: bool, num_sms: in
     elif size * depth <= _SHORT * num_sms:
         # A tile has about 8192 numbers: more would leave the next kernel's programs too little room.
         numbers, per_sm, warps = (8192, 3, 8) if gated and depth <= 4096 else (16383, 2, 8)
-    else:
-        numbers, per_sm, warps = 12288 if gated else 16384, 0, 4
-    rows = 1 << max(0, (numbers // (2 if gated else 1) // depth).bit_length() - 1)
-    return GemvPlan(rows, per_sm or 32768 // (rows * depth * (2 if gated else 1)), warps)
+    else:  # as many programs as have 32768 numbers together
+        numbers, per_sm, warps = 12288 if gated else 16384, None, 4
+    per_column = depth * (2 if gated else 1)  # numbers of the weight for one column of the result
+    rows = 1 << max(0, (numbers // per_column).bit_length() - 1)
+    return GemvPlan(rows, per_sm or 32768 // (rows * per_column), warps)

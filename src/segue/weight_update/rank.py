@@ -150,7 +150,7 @@ class WeightUpdater:
 
     def _adopt(self, call: int) -> None:
         """Serve the fetched generation between two steps, and reply there; then give up the one before."""
-        generations, fetched = self._served.memory.generations, self._fetched
+        fetched, generations = self._fetched, self._served.memory.generations
         assert fetched is not None and generations is not None
         self._fetched = None  # now: the next generation may be fetched before a thread gives this one up
 
