@@ -79,7 +79,8 @@ def _split_tokens(
     exponents = tl.maximum(exponents, 0x10000000)  # for blocks of zeros
     t *= (0x7F000000 - exponents + 0x03800000).to(tl.float32, bitcast=True)[:, None]  # now below 256
     high = t.to(tl.float8e4nv)
-    low = ((t - high.to(tl.float32)) * 16.0).to(tl.float8e4nv)
+    # Not `high.to(tl.float32)`: the ptxas of CUDA 12.8 then reads a wrong register for every other pair.
+    low = ((t - from_fp8(high, tl.bfloat16)) * 16.0).to(tl.float8e4nv)
     factor = exponents.to(tl.float32, bitcast=True) * 0.0078125
     at, of_low = m * depth + k, num_rows.to(tl.int64) * depth
     tl.store(halves + at, high, mask=k < depth)
