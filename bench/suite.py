@@ -1,7 +1,7 @@
 """Runs the pinned offline workload, which is the same for every engine.
 
-The models have Qwen3's shapes and dummy weights, the prompts are token ids drawn with seed 0, and EOS is
-ignored. Each line of output that begins with RESULT is one figure.
+The models have the shapes of published ones and dummy weights, the prompts are token ids drawn with seed 0,
+and EOS is ignored. Each line of output that begins with RESULT is one figure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 Generate = Callable[[list[list[int]], list[int], float], list[int]]
 """(prompts, output tokens per prompt, temperature) -> output tokens made per prompt; all requests at once."""
@@ -36,7 +37,7 @@ COMMON = {
     "use_sliding_window": False,
     "initializer_range": 0.02,
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {  # of Qwen3, unless the name says otherwise
     "0.6b": {
         "hidden_size": 1024,
         "num_hidden_layers": 28,
@@ -53,6 +54,45 @@ SHAPES = {
         "intermediate_size": 12288,
         "tie_word_embeddings": False,
     },
+    "4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 9728,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
 }
 BATCHES, DECODED = (1, 32, 256), 256
 FIRST_TOKENS = (16, 64, 256, 1024, 3500)
@@ -60,10 +100,12 @@ FIRST_TOKENS = (16, 64, 256, 1024, 3500)
 
 def model_dir(size: str) -> str:
     """Write the configuration of a model of `size` to a directory, for engines with dummy weights."""
-    path = Path(tempfile.gettempdir()) / f"segue-bench-{os.getuid()}" / f"qwen3-{size}"
+    name = size if size.startswith("llama") else f"qwen3-{size}"
+    path = Path(tempfile.gettempdir()) / f"segue-bench-{os.getuid()}" / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(COMMON | SHAPES[size]))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    config = COMMON | SHAPES[size]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     return str(path)
 
 

@@ -54,15 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
-    "qwen3-4b": suite.COMMON
-    | {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 9728,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-4b": suite.COMMON | suite.SHAPES["4b"],
     "qwen3-14b": suite.COMMON
     | {
         "hidden_size": 5120,
@@ -72,14 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 17408,
         "tie_word_embeddings": False,
     },
-    "llama-3.1-8b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
+    "llama-3.1-8b": suite.COMMON | suite.SHAPES["llama-8b"],
     "mistral-7b": _LLAMA
     | {
         "architectures": ["MistralForCausalLM"],

@@ -5,11 +5,13 @@ python -m bench.vllm_offline 0.6b | tee theirs.log
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 
-from bench import suite
+from bench import report, suite
+from segue.doctor.versions import version_of
 
 
 def main() -> None:
@@ -31,6 +33,8 @@ def main() -> None:
         disable_log_stats=True,
         enable_prefix_caching=False,
     )
+    found = report.circumstances() | {"vllm": version_of("vllm")}
+    print(f"CIRCUMSTANCES {json.dumps(found)}", flush=True)
     print(f"RESULT vllm {size} ready seconds={time.perf_counter() - begun:.1f}", flush=True)
 
     def generate(prompts: list[list[int]], tokens: list[int], temperature: float) -> list[int]:

@@ -30,8 +30,11 @@ def test_an_engine_that_makes_a_wrong_number_of_tokens_is_an_error():
         suite.run("engine", "0.6b", lambda prompts, tokens, temperature: tokens[1:])
 
 
-def test_the_engine_can_read_a_model_directory(tmp_path):
+@pytest.mark.parametrize("size", suite.SHAPES)
+def test_the_engine_can_read_a_model_directory(size, tmp_path):
     from segue.checkpoint.source import resolve
 
-    config = resolve(suite.model_dir("8b"), "dummy", tmp_path).config
-    assert (config.num_layers, config.hidden_size, config.vocab_size) == (36, 4096, 151936)
+    config, shape = resolve(suite.model_dir(size), "dummy", tmp_path).config, suite.SHAPES[size]
+    assert (config.num_layers, config.hidden_size) == (shape["num_hidden_layers"], shape["hidden_size"])
+    assert config.vocab_size == (128256 if size == "llama-8b" else 151936)
+    assert (config.moe is not None) == (size == "30b-a3b")
