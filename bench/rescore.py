@@ -10,9 +10,10 @@ measured as the difference between the eager logits and those of a float32 forwa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,13 @@ from segue.checkpoint.load import load_weights
 from segue.checkpoint.source import resolve_model
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
-from segue.kernels.fp8 import FP8
+from segue.kernels.fp8 import FP8, ExpertWeights
 from segue.kvcache.page_table import PageTable
 from segue.layers.blocks import Linear
 from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
-from segue.models.decoder import build_model
+from segue.models.decoder import MoE, build_model
 from segue.sampling.gumbel_max import gumbel
 
 MIN_BOUND = 0.1  # of a regret, in logits
@@ -95,14 +96,15 @@ class Teacher:
     def in_float32(self) -> Teacher:
         """Return a teacher of the same weights that computes in float32.
 
-        Weights in FP8 keep their bits, and each GEMM has all of their values.
+        Weights in FP8 keep their bits, and each GEMM has all of their values. Experts, which may leave no
+        room for themselves in float32, are widened layer by layer while they run.
         """
         exact = copy(self)
         exact._resolved = replace(self._resolved, dtype=torch.float32)
         exact._model = build_model(self._source.config, dtype=torch.float32)
         exact._model.load_state_dict(
             {
-                name: tensor if tensor.dtype == FP8 else tensor.float()
+                name: tensor if tensor.dtype == FP8 or ".experts." in name else tensor.float()
                 for name, tensor in self._model.state_dict().items()
             },
             assign=True,
@@ -111,6 +113,8 @@ class Teacher:
         for module in exact._model.modules():
             if isinstance(module, Linear) and module.scale is not None:
                 module.drop_packed()
+            if isinstance(module, MoE) and module.block is None:
+                module.weights = partial(_widened, module.weights)  # type: ignore[method-assign]
         return exact
 
     @torch.inference_mode()
@@ -177,6 +181,12 @@ class Teacher:
             )
         )
         return hidden
+
+
+def _widened(weights: Callable[[str], ExpertWeights], name: str) -> ExpertWeights:
+    found = weights(name)
+    assert isinstance(found, Tensor)
+    return found.float()
 
 
 def regrets(logits: Tensor, tokens: Tensor, positions: Tensor, seed: int, temperature: float) -> Tensor:

@@ -106,6 +106,24 @@ def test_rounding_measures_the_effect_of_bfloat16_with_equal_weights(options, ca
     assert noise < rounding(coarse, teacher, request)  # the float32 teacher has unrounded weights
 
 
+def test_experts_stay_in_bfloat16_and_compute_in_float32(tmp_path):
+    tiny.save_qwen3_moe(tmp_path)
+    teacher = Teacher(EngineConfig(**making.options(tmp_path, dtype="bfloat16")))
+    exact, wide = teacher.in_float32(), Teacher(EngineConfig(**making.options(tmp_path, dtype="float32")))
+    held = {name: each for name, each in exact._model.state_dict().items() if ".experts." in name}
+    assert held and all(each.dtype == torch.bfloat16 for each in held.values())
+    wide._model.load_state_dict(
+        teacher._model.state_dict(), strict=False
+    )  # which widens the same rounded weights
+    wide._model.build_derived()
+    request = Produced(
+        prompt=making.prompt(40, seed=1), output=making.prompt(20, seed=2), temperature=0.0, seed=0
+    )
+    (_, found), (_, expected) = next(exact.logits(request)), next(wide.logits(request))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert rounding(teacher, exact, request) > 1e-4
+
+
 def test_a_wrong_eager_forward_does_not_raise_the_bound():
     assert allowed(0.001) == MIN_BOUND
     assert allowed(0.05) == 0.4
