@@ -61,26 +61,32 @@ Sequences = Iterable[tuple[int, int]]
 def step(
     model: ModelConfig, sequences: Sequences, num_logits: int, *, fp8_kv: bool = False
 ) -> tuple[Work, Work, Work]:
-    """Return the GEMMs, the attention and the head of one bfloat16 step of a dense model.
+    """Return the GEMMs, the attention and the head of one bfloat16 step.
 
     Weights in FP8 are half the bytes, and with `fp8_kv` so are keys and values; their multiplications count
-    as if they were bfloat16's.
+    as if they were bfloat16's. Of experts, those are read that tokens choose if each chooses at random.
     Every layer counts in full for every token, although the last layer's MLP is needed only for sampled
     tokens (so an engine may be faster than the roofline by 1 / layers).
     """
-    assert model.moe is None, "a step with experts depends on what the router chooses"
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-    weights = model.num_layers * (
-        model.hidden_size * (2 * heads + 2 * kv_heads) * dim + 3 * model.hidden_size * model.intermediate_size
-    )
     tokens = cached = pairs = 0
     for q, kv in sequences:
         tokens += q
         cached += kv
         pairs += q * kv - q * (q - 1) // 2  # (query, key) pairs that the causal mask allows
     head = model.vocab_size * model.hidden_size
+    used = read = model.num_layers * model.hidden_size * (2 * heads + 2 * kv_heads) * dim  # weights
+    for layer in range(model.num_layers):
+        if model.moe is not None and model.is_sparse(layer):
+            expert = 3 * model.hidden_size * model.moe.expert_intermediate_size
+            count, per_token = model.moe.num_experts, model.moe.num_experts_per_tok
+            used += per_token * expert  # by one token
+            read += count * (1 - (1 - per_token / count) ** tokens) * expert
+        else:
+            used += 3 * model.hidden_size * model.intermediate_size
+            read += 3 * model.hidden_size * model.intermediate_size
     return (
-        Work(bytes=(2 if model.fp8 is None else 1) * weights, flops=2 * weights * tokens),
+        Work(bytes=(2 if model.fp8 is None else 1) * read, flops=2 * used * tokens),
         Work(
             bytes=(1 if fp8_kv else 2) * cached * model.num_layers * 2 * kv_heads * dim,
             flops=4 * pairs * model.num_layers * heads * dim,

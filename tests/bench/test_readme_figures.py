@@ -50,8 +50,14 @@ ROWS: dict[str, Callable[[], Figures]] = {
     "Qwen3-0.6B, a decode step": lambda: peers("0.6b", *DECODE),
     "Qwen3-0.6B, first token": lambda: peers("0.6b", *FIRST),
     "Qwen3-0.6B, prefill": lambda: peers("0.6b", "prefill 64x2048"),
+    "Qwen3-4B, 256 requests": lambda: peers("4b", "offline256"),
+    "Qwen3-4B, a decode step": lambda: peers("4b", *DECODE),
     "Qwen3-8B, 256 requests": lambda: peers("8b", "offline256"),
     "Qwen3-8B, a decode step": lambda: peers("8b", *DECODE),
+    "Qwen3-8B, first token": lambda: peers("8b", *FIRST),
+    "Qwen3-8B, prefill": lambda: peers("8b", "prefill 64x2048"),
+    "Llama-3.1-8B, 256 requests": lambda: peers("llama-8b", "offline256"),
+    "Llama-3.1-8B, a decode step": lambda: peers("llama-8b", *DECODE),
     "Qwen3-0.6B over HTTP at": lambda: http(lambda load: float(load["ttft_s"]["p50"]) * 1e3),
     "the same, gaps between tokens": lambda: http(lambda load: float(load["gap_s"]["p99"]) * 1e3),
     "the same servers, from start to ready": ready,
@@ -90,6 +96,15 @@ def test_a_row_has_the_stored_figures(row: list[str], begins: str) -> None:
     for cell, values in zip(cells, ROWS[begins](), strict=True):
         for printed, value in zip(cell.split(" / "), values, strict=True):
             assert is_rounding(printed, value), (words, printed, value)
+
+
+def test_readme_states_in_how_many_figures_segue_is_ahead() -> None:
+    sittings = [stored(f"gpu_peers_{model}")["figures"] for model in ("0.6b", "4b", "8b", "llama-8b")]
+    faster = [each["faster"] for figures in sittings for each in figures.values()]
+    behind = [value for value in faster if value <= 1]
+    assert (len(faster), len(faster) - len(behind)) == (40, 37)
+    assert "Of the 40 figures of that sitting, Segue is ahead in 37." in " ".join(README.split())
+    assert all(0.994 <= value <= 0.998 for value in behind)
 
 
 def test_readme_states_how_many_prompts_make_test_compares() -> None:

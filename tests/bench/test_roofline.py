@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import cpu_vs_transformers, roofline
+from bench import cpu_vs_transformers, roofline, suite
 from segue.models.config import ModelConfig
 
 COMMON = {
@@ -48,6 +48,17 @@ def test_the_gemms_of_256_rows_are_bound_by_arithmetic(model, expected):
     both = gemms.seconds(H200) + head.seconds(H200)
     assert both * 1e3 == pytest.approx(expected, rel=5e-3)
     assert gemms.flops / H200.flops > gemms.bytes / H200.read
+
+
+def test_of_experts_those_are_read_that_the_tokens_of_a_step_choose():
+    moe = ModelConfig.from_hf(suite.COMMON | suite.SHAPES["30b-a3b"])
+    one, all_of_them = (roofline.step(moe, [(1, 640)] * rows, rows)[0] for rows in (1, 256))
+    assert one.bytes == one.flops  # two bytes and two operations per weight
+    assert one.bytes == pytest.approx(5.5e9, rel=2e-2)
+    assert all_of_them.bytes == pytest.approx(59.8e9, rel=2e-2)
+    assert all_of_them.flops == 256 * one.flops
+    assert milliseconds(moe, [(1, 640)], 1) == pytest.approx(1.48, rel=1e-2)
+    assert milliseconds(moe, [(1, 640)] * 256, 256) == pytest.approx(18.5, rel=1e-2)
 
 
 def test_decode_attention_reads_keys_and_values_once():
