@@ -1,5 +1,6 @@
 """The operations of the layers in plain torch, each with the choice of its fused kernel on CUDA."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -149,7 +150,7 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
     if cpu.usable(weight):
         if deterministic:
             return cpu.CPUBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
-        if float32_output:  # oneDNN's product is in the weight's dtype
+        if float32_output or math.isinf(cpu.MAX_ROWS):  # oneDNN's product is in the weight's dtype
             return None
     return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
 
@@ -272,7 +273,8 @@ def linear(
             product = torch.mm(x, weight.T, out_dtype=torch.float32)
             return product if bias is None else product.add_(bias)
     if _uses_cpu_kernel(x, weight, packed):
-        return cpu.gemm(x, weight, bias, torch.float32 if float32_output else x.dtype)
+        dtype = torch.float32 if float32_output else x.dtype
+        return cpu.gemm(x, weight, bias, dtype, invariant=isinstance(packed, cpu.CPUBatchInvariantGemm))
     if packed is None:
         result = F.linear(x, weight, bias)
     elif isinstance(packed, FP8Gemm):
@@ -344,7 +346,7 @@ def gate_up_silu(
             if gated is not None:
                 return gated
         if _uses_cpu_kernel(x, weight, packed):
-            return cpu.gate_up_silu(x, weight)
+            return cpu.gate_up_silu(x, weight, invariant=isinstance(packed, cpu.CPUBatchInvariantGemm))
     gate_up = linear(x, weight, bias, packed, may_split=True)
     if isinstance(packed, BatchInvariantGemm):  # on CUDA the ordinary kernel is batch-invariant
         return batch_invariant.silu_mul(gate_up, x.dtype)

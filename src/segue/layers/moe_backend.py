@@ -51,13 +51,14 @@ def run_expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     `gate_up` is `[2 * I, H]`, gate rows first, and `down` `[H, I]`.
     """
     if cpu.usable(x) and len(x) <= cpu.MAX_ROWS:
-        return _run_expert_cpu(x, gate_up, down)
+        return _run_expert_cpu(x, gate_up, down, invariant=False)
     return F.linear(silu_mul(F.linear(x, gate_up), x.dtype), down)
 
 
-def _run_expert_cpu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`run_expert` by the CPU's own kernels, which are batch-invariant."""
-    return cpu.gemm(cpu.gate_up_silu(x, gate_up), down, None, x.dtype)
+def _run_expert_cpu(x: Tensor, gate_up: Tensor, down: Tensor, *, invariant: bool) -> Tensor:
+    """`run_expert` by the CPU's own kernels."""
+    activated = cpu.gate_up_silu(x, gate_up, invariant=invariant)
+    return cpu.gemm(activated, down, None, x.dtype, invariant=invariant)
 
 
 def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def run_expert_batch_invariant(x: Tensor, gate_up: Tensor, down: Tensor) -> Tens
     that making them here is cheap.
     """
     if cpu.usable(x):
-        return _run_expert_cpu(x, gate_up, down)
+        return _run_expert_cpu(x, gate_up, down, invariant=True)
     gated = batch_invariant.silu_mul(BatchInvariantGemm.from_weight(gate_up, Plain)(x, None), x.dtype)
     return BatchInvariantGemm.from_weight(down, Plain)(gated, None)
 

@@ -10,7 +10,7 @@ from segue.kernels.cpu import ops
 from segue.kernels.cpu.build import kernels
 
 pytestmark = pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
-ROWS = [1, 2, 3, 4, 7, 16, 65]
+ROWS = [1, 2, 3, 4, 7, 12, 16, 29, 65, 600]
 SHAPES = [(48, 64), (1, 32), (37, 40), (100, 576), (130, 7), (19, 13000)]  # [N, K] of a weight
 
 
@@ -41,8 +41,8 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int]) -> None:
     weight, gate_up, x = normal(size, depth), normal(2 * size, depth), normal(max(ROWS), depth)
     qkv, weights = normal(max(ROWS), size * 2), torch.rand(depth)
     for function in (
-        lambda rows: ops.gemm(rows, weight, None, torch.float32),
-        lambda rows: ops.gate_up_silu(rows, gate_up),
+        lambda rows: ops.gemm(rows, weight, None, torch.float32, invariant=True),
+        lambda rows: ops.gate_up_silu(rows, gate_up, invariant=True),
         lambda rows: ops.silu_mul(qkv[: len(rows)].contiguous()),
         lambda rows: ops.add_rms_norm(rows, None, weights, 1e-5)[0],
     ):
@@ -50,8 +50,8 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int]) -> None:
         for rows in ROWS:
             assert torch.equal(function(x[:rows]), whole[:rows])
     assert torch.equal(
-        ops.gemm(x[5:6].contiguous(), weight, None, torch.float32)[0],
-        ops.gemm(x, weight, None, torch.float32)[5],
+        ops.gemm(x[5:6].contiguous(), weight, None, torch.float32, invariant=True)[0],
+        ops.gemm(x, weight, None, torch.float32, invariant=True)[5],
     )
 
 

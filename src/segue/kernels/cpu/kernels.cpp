@@ -12,6 +12,8 @@ namespace {
 
 using bf16 = uint16_t;
 constexpr int kLanes = 32;  // bfloat16 numbers per register
+constexpr int64_t kPackedRows = 5;  // rows of x from which packing them is worth it
+constexpr int64_t kAhead = 32;      // rows of the weight: the next panel is prefetched
 
 inline __m512bh load_bf16(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 inline __m512bh load_bf16(const bf16* p, __mmask32 mask) {
@@ -145,11 +147,210 @@ inline void column(const Gemm& g, int64_t n) {  // all rows of one column
     }
 }
 
+// Packs up to 16 rows of `size` numbers as columns of pairs: [size / 2][16][2], with zeros for missing rows,
+// and up to a size that is a multiple of 32.
+inline void pack_columns(const bf16* const* rows, int64_t count, bf16* out, int64_t size) {
+    for (int64_t d = 0; d < size; d += kLanes) {
+        __mmask32 mask = first32(size - d);
+        __m512i r[16], t[16];
+        for (int i = 0; i < 16; i++)
+            r[i] = i < count ? (__m512i)load_bf16(rows[i] + d, mask) : _mm512_setzero_si512();
+        for (int i = 0; i < 16; i += 2) {
+            t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 16; i += 4)
+            for (int j = 0; j < 2; j++) {
+                r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+                r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+            }
+        for (int j = 0; j < 4;
+             j++) {  // the quarters of r[j], r[4 + j], r[8 + j] and r[12 + j] belong to four pairs
+            __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
+                    odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+            __m512i even2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88),
+                    odd2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+            bf16* to = out + d / 2 * 32 + j * 32;
+            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(even, even2, 0x88));
+            _mm512_storeu_si512(to + 4 * 32, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+            _mm512_storeu_si512(to + 8 * 32, _mm512_shuffle_i32x4(even, even2, 0xdd));
+            _mm512_storeu_si512(to + 12 * 32, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+        }
+    }
+}
+
+constexpr int64_t kRows = 512;  // rows of x that are packed at a time
+
+// Turns rows into columns.
+inline void transpose(__m512* r) {
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d low = _mm512_castps_pd(t[i + j]), high = _mm512_castps_pd(t[i + j + 2]);
+            r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 4; j++) {
+        r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
+        r[j + 4] = _mm512_shuffle_f32x4(t[j + 4], t[j + 12], 0x88);
+        r[j + 12] = _mm512_shuffle_f32x4(t[j + 4], t[j + 12], 0xdd);
+    }
+}
+
+// Writes results of 16 columns from `n` on, for `count` rows of x from `m` on; column i is the row y[i].
+inline void write_columns(const Gemm& g, __m512* y, int64_t m, int64_t count, int64_t n) {
+    __mmask16 mask = first16(g.size - n);
+    transpose(y);
+    __m512 bias = g.bias ? load_float(g.bias + n, mask) : _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i++) {
+        __m512 value = g.bias ? _mm512_add_ps(y[i], bias) : y[i];
+        int64_t at = (m + i) * g.size + n;
+        if (g.wide)
+            _mm512_mask_storeu_ps((float*)g.out + at, mask, value);
+        else
+            _mm256_mask_storeu_epi16((bf16*)g.out + at, mask, narrow(value));
+    }
+}
+
+// The rows of the weight that a block of columns needs, 32 in all: two times 16. They are where they are, or
+// copied with zeros, where 16 and 32 do not divide the weight.
+struct Panel {
+    const bf16 *first, *second;
+    int64_t stride;
+    Panel(const Gemm& g, int64_t n, std::vector<bf16>& copy) {
+        second = g.w + (n + (g.gated ? g.size : 16)) * g.depth;
+        first = g.w + n * g.depth;
+        stride = g.depth;
+        int64_t there = std::min<int64_t>(16, g.size - n),
+                also = g.gated ? there : std::max<int64_t>(0, std::min<int64_t>(16, g.size - n - 16));
+        if (there == 16 && also == 16 && g.depth % kLanes == 0) return;
+        stride = (g.depth + kLanes - 1) / kLanes * kLanes;
+        copy.assign(32 * stride, 0);
+        for (int64_t r = 0; r < there; r++)
+            memcpy(copy.data() + r * stride, first + r * g.depth, g.depth * sizeof(bf16));
+        for (int64_t r = 0; r < also; r++)
+            memcpy(copy.data() + (16 + r) * stride, second + r * g.depth, g.depth * sizeof(bf16));
+        first = copy.data();
+        second = first + 16 * stride;
+    }
+};
+
+// Products of N rows of the weight and V times 16 packed rows of x, which are `x_stride` apart.
+template <int N, int V>
+inline void multiply_rows(const bf16* w, int64_t w_stride, const bf16* x, int64_t x_stride, int64_t pairs,
+                          float (*sums)[16], int64_t sums_stride) {
+    __m512 acc[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) acc[n][v] = _mm512_setzero_ps();
+    for (int64_t first = 0; first < pairs; first += 16) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++)
+            _mm_prefetch((const char*)(w + (n + kAhead) * w_stride + 2 * first), _MM_HINT_T0);
+        for (int64_t p = first; p < first + 16; p++) {
+            __m512bh columns[V];
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) columns[v] = load_bf16(x + p * kLanes + v * x_stride);
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) {
+                int32_t two;
+                memcpy(&two, w + n * w_stride + 2 * p, 4);
+                __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
+#pragma GCC unroll 2
+                for (int v = 0; v < V; v++) acc[n][v] = _mm512_dpbf16_ps(acc[n][v], pair, columns[v]);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) _mm512_store_ps(sums[n] + v * sums_stride, acc[n][v]);
+}
+
+// Products of 32 rows of the weight and 32 packed rows of x, or 16 if not `both`. Those of the first 16 rows
+// of the weight and of x are sums[0]; those of the second 16 rows of the weight sums[1], of x sums[2] and [3].
+inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool both,
+                           float (*sums)[16][16]) {
+    for (int half = 0; half < 2; half++) {
+        const bf16* rows = half ? w.second : w.first;
+        if (both)
+            for (int n = 0; n < 16; n += 8)
+                multiply_rows<8, 2>(rows + n * w.stride, w.stride, x, steps * 512, steps * 16,
+                                    sums[half] + n, 512);
+        else if (w.stride % 1024)
+            multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0);
+        else  // 16 rows would be in the same few places of the L1 cache
+            for (int n = 0; n < 16; n += 8)
+                multiply_rows<8, 1>(rows + n * w.stride, w.stride, x, 0, steps * 16, sums[half] + n, 0);
+    }
+}
+
+// Rows `m` to `m + count - 1` (count <= 32), which are packed at `x`, by a panel of columns from `n` on.
+inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t m, int64_t count,
+                           int64_t n) {
+    alignas(64) float sums[4][16][16];
+    multiply_panel(w, x, (g.depth + kLanes - 1) / kLanes, count > 16, sums);
+    for (int64_t half = 0; 16 * half < count; half++) {
+        __m512 y[16], z[16];
+        for (int i = 0; i < 16; i++) {
+            y[i] = _mm512_load_ps(sums[2 * half][i]);
+            z[i] = _mm512_load_ps(sums[2 * half + 1][i]);
+            if (g.gated) y[i] = _mm512_mul_ps(silu(y[i]), z[i]);
+        }
+        int64_t rows = std::min<int64_t>(16, count - 16 * half);
+        write_columns(g, y, m + 16 * half, rows, n);
+        if (!g.gated && n + 16 < g.size) write_columns(g, z, m + 16 * half, rows, n + 16);
+    }
+}
+
+// Each number of the weight is multiplied by 16 rows of x, which are packed first. It stays where it is.
+inline void gemm_by_panels(const Gemm& g) {
+    int64_t steps = (g.depth + kLanes - 1) / kLanes, per = g.gated ? 16 : 32;
+    int64_t panels = (g.size + per - 1) / per;
+    static thread_local std::vector<bf16> columns;  // of the thread that calls; all share them
+    columns.resize(std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
+    bf16* packed = columns.data();
+#pragma omp parallel
+    {
+        std::vector<bf16> copy;
+        for (int64_t first = 0; first < g.rows; first += kRows) {
+            int64_t count = std::min(kRows, g.rows - first);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < count; i += 16) {
+                const bf16* rows[16];
+                int64_t here = std::min<int64_t>(16, count - i);
+                for (int64_t j = 0; j < here; j++) rows[j] = g.x + (first + i + j) * g.depth;
+                pack_columns(rows, here, packed + i * steps * kLanes, g.depth);
+            }
+            int64_t groups = (count + 127) / 128;  // of rows: so that there is work for many threads
+#pragma omp for schedule(static)
+            for (int64_t work = 0; work < panels * groups; work++) {
+                int64_t n = work / groups * per, from = work % groups * 128;
+                Panel panel(g, n, copy);
+                for (int64_t m = from; m < std::min(from + 128, count); m += 32)
+                    block_by_panel(g, panel, packed + m * steps * kLanes, first + m,
+                                   std::min<int64_t>(32, count - m), n);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, int64_t rows, int64_t size,
-                     int64_t depth, int wide, int gated) {
+                     int64_t depth, int wide, int gated, int invariant) {
     Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0};
+    if (rows >= kPackedRows && !invariant) {
+        gemm_by_panels(g);
+        return;
+    }
     int64_t per = std::max<int64_t>(
         16, 24576 / (2 * depth) / 16 * 16);  // columns per block: their weights stay in the L1 cache
     int64_t blocks = (size + per - 1) / per;
@@ -158,6 +359,8 @@ extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, 
         int64_t end = std::min(size, (b + 1) * per);
         int64_t n = b * per;
         if (rows == 1) {
+            if (depth % 1024 == 0)
+                for (; n + 8 <= end; n += 8) block<1, 8>(g, 0, n, depth);
             for (; n + 16 <= end; n += 16) block<1, 16>(g, 0, n, depth);
         } else if (rows == 2) {
             for (; n + 8 <= end; n += 8) block<2, 8>(g, 0, n, depth);
@@ -403,11 +606,21 @@ namespace {
 
 constexpr int64_t kQueries = 64, kKeys = 256;  // of a block of prefill
 
-// Sums of products of 4 rows by 64 columns: register `i` of a row has columns 16 * i to 16 * i + 15.
+// Sums of products of kTileRows rows by 64 columns, which are four times 16.
+constexpr int64_t kTileRows = 4;
 struct Tile {
     __m512 acc[4][4];
-    // Adds the sum over `pairs`: per pair, a row of `a` has two bfloat16 numbers, and `b` two per column. The
-    // columns of register `i` begin at `b + i * b_column`.
+    inline void clear() { *this = {}; }
+    inline void load(const float* p, int64_t stride) {
+        for (int r = 0; r < 4; r++)
+            for (int i = 0; i < 4; i++) acc[r][i] = _mm512_loadu_ps(p + r * stride + 16 * i);
+    }
+    inline void store(float* p, int64_t stride) const {
+        for (int r = 0; r < 4; r++)
+            for (int i = 0; i < 4; i++) _mm512_storeu_ps(p + r * stride + 16 * i, acc[r][i]);
+    }
+    // Adds the sum over `pairs`, a multiple of 16: per pair, a row of `a` has two bfloat16 numbers, and `b`
+    // two per column. The columns of part `i` begin at `b + i * b_column`.
     inline void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
                          int64_t pairs) {
         for (int64_t p = 0; p < pairs; p++) {
@@ -426,38 +639,7 @@ struct Tile {
     }
 };
 
-// Packs up to 16 keys of one head, at `rows`, for `Tile::multiply`: [dim / 2][16][2], with zeros for missing
-// keys.
-inline void pack_keys(const bf16* const* rows, int64_t count, bf16* out, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        __m512i r[16], t[16];
-        for (int i = 0; i < 16; i++)
-            r[i] = i < count ? _mm512_loadu_si512(rows[i] + d) : _mm512_setzero_si512();
-        for (int i = 0; i < 16; i += 2) {
-            t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-            t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4)
-            for (int j = 0; j < 2; j++) {
-                r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-                r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-            }
-        for (int j = 0; j < 4;
-             j++) {  // the quarters of r[j], r[4 + j], r[8 + j] and r[12 + j] belong to four pairs
-            __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
-                    odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
-            __m512i even2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88),
-                    odd2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
-            bf16* to = out + d / 2 * 32 + j * 32;
-            _mm512_storeu_si512(to, _mm512_shuffle_i32x4(even, even2, 0x88));
-            _mm512_storeu_si512(to + 4 * 32, _mm512_shuffle_i32x4(odd, odd2, 0x88));
-            _mm512_storeu_si512(to + 8 * 32, _mm512_shuffle_i32x4(even, even2, 0xdd));
-            _mm512_storeu_si512(to + 12 * 32, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
-        }
-    }
-}
-
-// Packs up to 16 values of one head for `Tile::multiply`: [8][dim][2], with zeros for missing values.
+// Packs up to 16 values of one head as rows of pairs: [8][dim][2], with zeros for missing values.
 inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64_t dim) {
     alignas(64) bf16 order[32];
     for (int i = 0; i < 32; i++) order[i] = i / 2 + i % 2 * 32;
@@ -487,7 +669,7 @@ struct Block {
     // Queries `first_q` to `first_q + num_q - 1` of `head` attend; query i sees keys 0 to before + i.
     void attend(const bf16* query, int64_t q_stride, const bf16* k, const bf16* v, bf16* out, int64_t head,
                 int64_t first_q, int64_t num_q, int64_t before, const Heads& s) {
-        int64_t dim = s.dim, rows = (num_q + 3) / 4 * 4;
+        int64_t dim = s.dim, rows = (num_q + kTileRows - 1) / kTileRows * kTileRows;
         for (int64_t r = 0; r < rows; r++)
             memcpy(q.data() + r * dim, query + (first_q + std::min(r, num_q - 1)) * q_stride + head * dim,
                    dim * sizeof(bf16));
@@ -498,26 +680,21 @@ struct Block {
         for (int64_t first = 0; first < end; first += kKeys) {
             int64_t num = std::min(kKeys, (end - first + 63) / 64 * 64);
             for (int64_t j = 0; j < num; j += 64)
-                for (int64_t r = 0; r < rows; r += 4) {
-                    Tile t = {};
+                for (int64_t r = 0; r < rows; r += kTileRows) {
+                    Tile t;
+                    t.clear();
                     t.multiply(q.data() + r * dim, dim, k + (first + j) * dim, 32, 16 * dim, dim / 2);
-                    for (int i = 0; i < 4; i++)
-                        for (int c = 0; c < 4; c++)
-                            _mm512_storeu_ps(scores.data() + (r + i) * kKeys + j + 16 * c, t.acc[i][c]);
+                    t.store(scores.data() + r * kKeys + j, kKeys);
                 }
             for (int64_t r = 0; r < rows; r++)
                 soften(r, num, before + first_q + std::min(r, num_q - 1) + 1 - first, s);
             for (int64_t d = 0; d < dim; d += 64)
-                for (int64_t r = 0; r < rows; r += 4) {
+                for (int64_t r = 0; r < rows; r += kTileRows) {
                     Tile t;
-                    for (int i = 0; i < 4; i++)
-                        for (int c = 0; c < 4; c++)
-                            t.acc[i][c] = _mm512_loadu_ps(sum.data() + (r + i) * dim + d + 16 * c);
+                    t.load(sum.data() + r * dim + d, dim);
                     t.multiply(weights.data() + r * kKeys, kKeys, v + first * dim + 2 * d, 2 * dim, 32,
                                num / 2);
-                    for (int i = 0; i < 4; i++)
-                        for (int c = 0; c < 4; c++)
-                            _mm512_storeu_ps(sum.data() + (r + i) * dim + d + 16 * c, t.acc[i][c]);
+                    t.store(sum.data() + r * dim + d, dim);
                 }
         }
         for (int64_t r = 0; r < num_q; r++)
@@ -594,7 +771,7 @@ extern "C" void prefill_attention(const bf16* query, int64_t q_stride, const bf1
                     key_rows[j] = keys + row * width + h * dim;
                     value_rows[j] = values + row * width + h * dim;
                 }
-                pack_keys(key_rows, count, packed_keys.get() + (h * padded + at) * dim, dim);
+                pack_columns(key_rows, count, packed_keys.get() + (h * padded + at) * dim, dim);
                 pack_values(value_rows, count, packed_values.get() + (h * padded + at) * dim, dim);
             }
             int64_t blocks = (q_len + kQueries - 1) / kQueries;

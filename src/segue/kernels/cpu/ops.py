@@ -1,11 +1,12 @@
 """The CPU's kernels as functions of tensors, which are in bfloat16 unless a docstring says otherwise.
 
-Rows are contiguous. All sums are in float32, and a row gets the same bits in any batch.
+Rows are contiguous. All sums are in float32. But for GEMMs, a row gets the same bits in any batch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +17,7 @@ from segue.kernels.cpu.build import kernels
 
 # Rows up to which `gemm` is as fast as oneDNN's product with a packed weight, or faster. Tiles of AMX, which
 # oneDNN uses, are worth it from fewer rows.
-MAX_ROWS = 16 if torch.cpu._is_amx_tile_supported() else 64
+MAX_ROWS = 16 if torch.cpu._is_amx_tile_supported() else math.inf
 
 
 def usable(x: Tensor) -> bool:
@@ -28,21 +29,33 @@ def _library() -> ctypes.CDLL:
     return cast(ctypes.CDLL, kernels().library)
 
 
-def gemm(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns `x @ weight.T + bias` of `x` `[M, K]` and `weight` `[N, K]`: `[M, N]`, bfloat16 or float32."""
-    return _gemm(x, weight, bias, weight.shape[0], dtype, gated=False)
+def gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
+) -> Tensor:
+    """Returns `x @ weight.T + bias` of `x` `[M, K]` and `weight` `[N, K]`: `[M, N]`, bfloat16 or float32.
+
+    With `invariant` a row gets the same bits in any batch.
+    """
+    return _gemm(x, weight, bias, weight.shape[0], dtype, gated=False, invariant=invariant)
 
 
-def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
+def gate_up_silu(x: Tensor, weight: Tensor, *, invariant: bool = False) -> Tensor:
     """Returns `silu(x @ gate.T) * (x @ up.T)`, `[M, K] -> [M, I]`.
 
-    `weight` is `[2 * I, K]`, the gate's rows first.
+    `weight` is `[2 * I, K]`, the gate's rows first. With `invariant` a row gets the same bits in any batch.
     """
-    return _gemm(x, weight, None, weight.shape[0] // 2, x.dtype, gated=True)
+    return _gemm(x, weight, None, weight.shape[0] // 2, x.dtype, gated=True, invariant=invariant)
 
 
 def _gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, dtype: torch.dtype, *, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    invariant: bool,
 ) -> Tensor:
     assert x.is_contiguous() and weight.is_contiguous()
     rows, depth = x.shape
@@ -57,6 +70,7 @@ def _gemm(
         depth,
         dtype == torch.float32,
         gated,
+        invariant,
     )
     return out
 
@@ -71,7 +85,7 @@ class CPUBatchInvariantGemm:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x @ weight.T + bias`, `[M, K] -> [M, N]`."""
-        return gemm(x, self.weight, bias, self.dtype)
+        return gemm(x, self.weight, bias, self.dtype, invariant=True)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
