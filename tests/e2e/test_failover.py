@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -311,8 +312,10 @@ def test_the_demonstration_shows_a_stream_that_goes_on(tiny_model: Path) -> None
         [sys.executable, "-m", "segue", "failover-demo", *words], capture_output=True, text=True, timeout=100
     )
     assert found.returncode == 0, found.stderr
-    for text in ("killed with SIGKILL, starts again", "epoch 2", " ⚡ ", "next token of the stream"):
+    for text in ("killed with SIGKILL, starts again", " ⚡ ", "next token of the stream"):
         assert text in found.stdout
+    # On a busy machine the first reply may have ended before the kill, and then another one is asked for.
+    assert re.search("serves, epoch [2-9]", found.stdout)
     assert "no error, and the same text as without a kill." in " ".join(found.stdout.split())
 
 
