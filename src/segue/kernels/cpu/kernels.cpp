@@ -13,7 +13,6 @@ namespace {
 using bf16 = uint16_t;
 constexpr int kLanes = 32;  // bfloat16 numbers per register
 constexpr int64_t kPackedRows = 5;  // rows of x from which packing them is worth it
-constexpr int64_t kAhead = 32;      // rows of the weight: the next panel is prefetched
 
 inline __m512bh load_bf16(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 inline __m512bh load_bf16(const bf16* p, __mmask32 mask) {
@@ -226,11 +225,12 @@ inline void write_columns(const Gemm& g, __m512* y, int64_t m, int64_t count, in
 // copied with zeros, where 16 and 32 do not divide the weight.
 struct Panel {
     const bf16 *first, *second;
-    int64_t stride;
+    int64_t stride, ahead;
     Panel(const Gemm& g, int64_t n, std::vector<bf16>& copy) {
         second = g.w + (n + (g.gated ? g.size : 16)) * g.depth;
         first = g.w + n * g.depth;
         stride = g.depth;
+        ahead = g.gated ? 16 : 32;
         int64_t there = std::min<int64_t>(16, g.size - n),
                 also = g.gated ? there : std::max<int64_t>(0, std::min<int64_t>(16, g.size - n - 16));
         if (there == 16 && also == 16 && g.depth % kLanes == 0) return;
@@ -248,14 +248,14 @@ struct Panel {
 // Products of N rows of the weight and V times 16 packed rows of x, which are `x_stride` apart.
 template <int N, int V>
 inline void multiply_rows(const bf16* w, int64_t w_stride, const bf16* x, int64_t x_stride, int64_t pairs,
-                          float (*sums)[16], int64_t sums_stride) {
+                          float (*sums)[16], int64_t sums_stride, int64_t ahead) {
     __m512 acc[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) acc[n][v] = _mm512_setzero_ps();
     for (int64_t first = 0; first < pairs; first += 16) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++)
-            _mm_prefetch((const char*)(w + (n + kAhead) * w_stride + 2 * first), _MM_HINT_T0);
+            _mm_prefetch((const char*)(w + (n + ahead) * w_stride + 2 * first), _MM_HINT_T0);
         for (int64_t p = first; p < first + 16; p++) {
             __m512bh columns[V];
 #pragma GCC unroll 2
@@ -283,12 +283,12 @@ inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool bo
         if (both)
             for (int n = 0; n < 16; n += 8)
                 multiply_rows<8, 2>(rows + n * w.stride, w.stride, x, steps * 512, steps * 16,
-                                    sums[half] + n, 512);
+                                    sums[half] + n, 512, w.ahead);
         else if (w.stride % 1024)
-            multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0);
+            multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0, w.ahead);
         else  // 16 rows would be in the same few places of the L1 cache
             for (int n = 0; n < 16; n += 8)
-                multiply_rows<8, 1>(rows + n * w.stride, w.stride, x, 0, steps * 16, sums[half] + n, 0);
+                multiply_rows<8, 1>(rows + n * w.stride, w.stride, x, 0, steps * 16, sums[half] + n, 0, w.ahead);
     }
 }
 
@@ -310,13 +310,18 @@ inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t
     }
 }
 
+// Returns room for `size` numbers in `buffer`, from the beginning of a line of the cache on.
+inline bf16* room(std::vector<bf16>& buffer, int64_t size) {
+    if ((int64_t)buffer.size() < size + kLanes) buffer.resize(size + kLanes);
+    return (bf16*)(((uintptr_t)buffer.data() + 63) / 64 * 64);
+}
+
 // Each number of the weight is multiplied by 16 rows of x, which are packed first. It stays where it is.
 inline void gemm_by_panels(const Gemm& g) {
     int64_t steps = (g.depth + kLanes - 1) / kLanes, per = g.gated ? 16 : 32;
     int64_t panels = (g.size + per - 1) / per;
     static thread_local std::vector<bf16> columns;  // of the thread that calls; all share them
-    columns.resize(std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
-    bf16* packed = columns.data();
+    bf16* packed = room(columns, std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
 #pragma omp parallel
     {
         std::vector<bf16> copy;
