@@ -8,7 +8,16 @@ from torch import Tensor
 from segue.errors import ConfigError
 from segue.kernels import batch_invariant
 from segue.kernels.batch_invariant import BatchInvariantGemm, cancelling_inputs, split_rows
-from segue.kernels.ops import Plain, linear, log_probabilities, pack, rms_norm, rotate, silu_mul
+from segue.kernels.ops import (
+    Plain,
+    gate_up_silu,
+    linear,
+    log_probabilities,
+    pack,
+    rms_norm,
+    rotate,
+    silu_mul,
+)
 
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 44, 64, 70, 129, 256, 300, 600]
 
@@ -36,6 +45,20 @@ def test_a_deterministic_gemm_gives_a_row_the_same_bits_in_any_batch(
     for count in ROWS:
         indices = torch.randint(0, 16, (count,))
         assert torch.equal(linear(rows[indices], weight, bias_values, gemm), expected[indices]), count
+        assert gemm is not None and torch.equal(gemm(rows[indices], bias_values), expected[indices]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_give_a_row_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    rows, gate = cancelling_inputs(max(ROWS), 64, 48, dtype)  # exact results are 0
+    weight = torch.cat([gate * 2**20, torch.randn(48, 64).to(dtype)])
+    gemm = pack(weight, deterministic=True)
+    expected = gate_up_silu(rows[:16], weight, None, gemm)
+    assert isinstance(expected, Tensor) and expected.any()
+    for count in ROWS:
+        indices = torch.randint(0, 16, (count,))
+        result = gate_up_silu(rows[indices], weight, None, gemm)
+        assert isinstance(result, Tensor) and torch.equal(result, expected[indices]), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

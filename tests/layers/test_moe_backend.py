@@ -52,9 +52,21 @@ def test_batch_invariant_experts_use_the_cpus_kernels(monkeypatch: pytest.Monkey
     torch.testing.assert_close(
         expected.double(), F.linear(F.silu(gate) * up, down.double()), atol=0.2, rtol=2e-2
     )
+    assert torch.equal(run_expert(rows[:16], gate_up, down), expected[:16]), "5 to 16 rows, in any mode"
+
+
+@pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
+@pytest.mark.parametrize("cancels", ["gate", "down"])
+def test_each_gemm_of_the_cpus_experts_is_batch_invariant(cancels: str) -> None:
+    rows, weight = cancelling_inputs(70, 64, 64, torch.bfloat16)  # exact results are 0
+    torch.manual_seed(0)
+    one, normal = torch.eye(64, dtype=torch.bfloat16), torch.randn(64, 64).to(torch.bfloat16)
+    gate, up, down = (weight * 2**20, normal, normal) if cancels == "gate" else (one, one, weight)
+    gate_up = torch.cat([gate, up])
+    expected = run_expert_batch_invariant(rows, gate_up, down)
+    assert expected.any()
     for count in (1, 2, 3, 5, 17, 64):
         assert torch.equal(run_expert_batch_invariant(rows[:count], gate_up, down), expected[:count])
-    assert torch.equal(run_expert(rows[:16], gate_up, down), expected[:16]), "few rows, in any mode"
 
 
 def test_auto_takes_triton_on_cuda_and_torch_on_the_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -76,6 +77,33 @@ def test_a_commit_swaps_what_was_packed_before_between_two_steps(
     threads.clear()
     rank.do(Commit, session=1)
     assert not threads
+    assert_same(rank, new)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_steps_wait_for_no_layer_that_keeps_no_copy(
+    rank: Rank, tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture, own: bool
+) -> None:
+    if own and not cpu.usable(rank.model.embed.weight):
+        pytest.skip("the CPU's own kernels cannot be used")
+    if own:
+        monkeypatch.setattr(cpu, "MAX_ROWS", math.inf)
+        rank.model.build_derived()
+    assert own == (num_layers(rank) == 0)
+    new, _ = checkpoint("llama-tied", tmp_path / "new", 1)
+    queued = [0]
+
+    def count(result: object) -> object:
+        queued[0] += 1
+        return result
+
+    packed = packing._result_or_error
+    monkeypatch.setattr(packing, "_result_or_error", lambda work: count(packed(work)))
+    monkeypatch.setattr(packing, "free_cpu_memory", lambda: 1000 if own else 1 << 40)
+    with caplog.at_level("INFO"):
+        rank.do(Load, session=1, model_path=str(new), load_format="auto")
+    assert queued[0] == num_layers(rank) and "packed in the pause" not in caplog.text
+    rank.do(Commit, session=1)
     assert_same(rank, new)
 
 

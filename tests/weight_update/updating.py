@@ -106,7 +106,7 @@ def rank_of(
         memory=memory,
         dtype=dtype,
         submit=stream.submit,
-        **{"rebuild": model.build_derived, "pack": None if device.type == "cuda" else model.pack, **options},
+        **{"rebuild": model.build_derived, "packer": model.packer, **options},
     )
     messages: queue.Queue[RankReply | Received] = queue.Queue()
     updater = WeightUpdater(served, messages.put)

@@ -134,9 +134,9 @@ class Plain:
 def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> Gemm | None:
     """Returns a GEMM by `weight` `[out, in]`, for `linear`; None: `linear` chooses one in each call.
 
-    On CPUs the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few rows first
-    reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to be the same
-    as in the later calls of `linear`.
+    Where a CPU `may_copy`, the GEMM holds a copy in oneDNN's blocked layout: without it, each GEMM of a few
+    rows first reorders the weight. With `deterministic` the GEMM is batch-invariant. `float32_output` has to
+    be the same as in the later calls of `linear`.
 
     Raises:
         ConfigError: this device has no batch-invariant GEMM for the weight.
@@ -147,12 +147,18 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
-    if cpu.usable(weight):
-        if deterministic:
-            return cpu.CPUBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
-        if float32_output or math.isinf(cpu.MAX_ROWS):  # oneDNN's product is in the weight's dtype
-            return None
+    if not may_copy(weight, deterministic=deterministic, float32_output=float32_output):
+        dtype = torch.float32 if float32_output else weight.dtype
+        return cpu.CPUBatchInvariantGemm(weight, dtype) if deterministic else None
     return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
+
+
+def may_copy(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> bool:
+    """Returns whether `pack` may copy `weight`, which is on a CPU.
+
+    It does not where our own kernel multiplies any number of rows. oneDNN has none with results in float32.
+    """
+    return not (cpu.usable(weight) and (deterministic or float32_output or math.isinf(cpu.MAX_ROWS)))
 
 
 @dataclass(frozen=True, slots=True)

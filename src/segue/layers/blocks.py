@@ -9,7 +9,16 @@ from segue.distributed.collectives import Collectives
 from segue.kernels.activations import Activations, Unnormed
 from segue.kernels.batch_invariant import Gemm
 from segue.kernels.fp8 import FP8
-from segue.kernels.ops import DequantizingGemm, FP8Gemm, add_rms_norm, can_stream, linear, pack, pack_fp8
+from segue.kernels.ops import (
+    DequantizingGemm,
+    FP8Gemm,
+    add_rms_norm,
+    can_stream,
+    linear,
+    may_copy,
+    pack,
+    pack_fp8,
+)
 from segue.sizes import ceil_div
 
 
@@ -119,6 +128,12 @@ class Linear(Layer):
         """Free the packed copy; a weight in FP8 is dequantized in each call until there is one again."""
         scale = self.scale
         self.packed = None if scale is None else DequantizingGemm(self.weight, scale, self.block)
+
+    def may_copy(self, *, deterministic: bool) -> bool:
+        """Whether :meth:`pack` may return a copy, on a CPU."""
+        if self.scale is not None:
+            return True
+        return may_copy(self.weight, deterministic=deterministic, float32_output=self.float32_output)
 
     def pack(
         self, weight: Tensor, scale: Tensor | None = None, *, deterministic: bool = False

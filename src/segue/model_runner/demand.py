@@ -81,7 +81,7 @@ def least_demand(
 ) -> Demand:
     """Return a lower bound of what rank `tp` will need, for which nothing is loaded and nothing computed.
 
-    A CPU copies the values of weights in FP8. It also makes packed copies of others, and steps take more than
+    A CPU copies the values of weights in FP8. It may make packed copies of others, and steps take more than
     `min_activations` says. The reserve for CUDA graphs is left out, since an engine without room for them
     goes on without.
     """

@@ -154,7 +154,7 @@ class ModelRunner:
             dtype=self.dtype,
             submit=self._stream.submit,
             rebuild=made.model.build_derived,
-            pack=made.model.pack if self.device.type == "cpu" else None,
+            packer=made.model.packer,
             cache_dir=Path(config.cache_dir),
             revisions=hub.revisions(config.model, config.revision),
             seed=config.seed,

@@ -1,7 +1,8 @@
 """The decoder-only transformer: Llama, Mistral, Qwen2, Qwen3, SmolLM and Qwen3-MoE, by config."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -361,7 +362,7 @@ class Decoder(Layer):
         """Derive tensors from the weights (packed copies) and return their bytes.
 
         Must be called when the weights are loaded, and after every change of them. `changed` names the
-        changed parameters; None means all. What :meth:`pack` has made of them before may be given, by name.
+        changed parameters; None means all. What :meth:`packer` made of them before may be given, by name.
         """
         derived = self.rotary.build_derived(self.embed.weight.device)
         made: dict[Tensor, Derived] = {
@@ -416,17 +417,20 @@ class Decoder(Layer):
             and (changed is None or not changed.isdisjoint(module.parameters()))
         ]
 
-    def pack(self, name: str, weight: Tensor, scale: Tensor | None = None) -> Derived | None:
-        """Return the packed copy of other values of the parameter `name`; None if no layer keeps one.
+    def packer(self, name: str) -> Callable[[Tensor, Tensor | None], Derived | None] | None:
+        """Return what packs other values of the parameter `name`; None if no layer keeps a copy of it.
 
-        `scale` are the scales of a parameter in FP8.
+        Its second argument are the scales of a parameter in FP8.
         """
+        if self.embed.weight.device.type != "cpu":
+            return None
         parameter = self.get_parameter(name)
         for module in self.modules():
             if isinstance(module, Linear) and module.weight is parameter:
-                return module.pack(weight, scale, deterministic=self.deterministic)
+                keeps = module.may_copy(deterministic=self.deterministic)
+                return partial(module.pack, deterministic=self.deterministic) if keeps else None
             if isinstance(module, MoE) and any(each is parameter for each in module.experts.values()):
-                return module.pack(weight, scale)
+                return None if module.block is None else module.pack
         return None
 
     def drop_packed(self) -> None:

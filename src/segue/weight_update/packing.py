@@ -37,11 +37,9 @@ class PackedAhead:
             view: returns the new values of one; they must stay as they are.
             is_cancelled: whether the rest is not wanted any more.
         """
-        pack = self._served.pack
-        if pack is None:
-            return
         given = dict.fromkeys(names)  # in order
-        new = [name for name in given if name not in self._made]
+        packers = {name: self._served.packer(name) for name in given if name not in self._made}
+        new = {name: pack for name, pack in packers.items() if pack is not None}
         needed = sum(view(name).numel() for name in new) * self._served.dtype.itemsize
         free = free_cpu_memory()
         if needed > free:
@@ -51,7 +49,7 @@ class PackedAhead:
                 *(gib(needed), gib(free)),
             )
             return
-        for name in new:
+        for name, pack in new.items():
             if is_cancelled():
                 return
             scales = self._served.weight_map.scales.get(name)
@@ -59,7 +57,7 @@ class PackedAhead:
                 continue
             values = view(name), None if scales is None else view(scales.name)
             # An error on the stream of the steps would make all later steps fail.
-            made = self._served.submit(partial(_result_or_error, partial(pack, name, *values))).result()
+            made = self._served.submit(partial(_result_or_error, partial(pack, *values))).result()
             if isinstance(made, Exception):
                 logger.warning("weights are packed in the pause of their commit, not before (%s)", made)
                 return

@@ -36,9 +36,8 @@ class ServedWeights:
     submit: Callable[[Callable[[], Any]], Future[Any]]
     # Rebuilds everything derived from these parameters; copies of those that are packed already are given.
     rebuild: Callable[[Collection[str], Mapping[str, Derived]], object]
-    # Returns the packed copy of new values of a parameter (and of the scales of one in FP8), if its layer
-    # keeps one; None: no layer does.
-    pack: Callable[[str, Tensor, Tensor | None], Derived | None] | None = None
+    # Returns what packs new values of a parameter (and the scales of one in FP8); None: no layer copies it.
+    packer: Callable[[str], Callable[[Tensor, Tensor | None], Derived | None] | None] = lambda _: None
     cache_dir: Path = Path("/nonexistent")  # for GGUF files
     # Repository on the hub -> its revision that is served; of others the main branch is read.
     revisions: Mapping[str, str] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,21 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int]) -> None:
         ops.gemm(x[5:6].contiguous(), weight, None, torch.float32, invariant=True)[0],
         ops.gemm(x, weight, None, torch.float32, invariant=True)[5],
     )
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_is_not_finite_stays_in_its_row(invariant: bool) -> None:
+    weight = normal(74, 40)
+    for rows in (2, 4, 5, 17, 33):
+        x = normal(rows, 40)
+        bad = x.clone()
+        bad[1, 0], bad[1, 39], rest = math.nan, math.inf, torch.arange(rows) != 1
+        for function in (
+            lambda x: ops.gemm(x, weight, None, torch.bfloat16, invariant=invariant),
+            lambda x: ops.gate_up_silu(x, weight, invariant=invariant),
+        ):
+            result = function(bad)
+            assert result[1].isnan().all() and torch.equal(result[rest], function(x)[rest])
 
 
 @pytest.mark.parametrize("size", [1, 16, 37, 1536])

@@ -13,7 +13,6 @@ namespace {
 using bf16 = uint16_t;
 constexpr int kLanes = 32;  // bfloat16 numbers per register
 constexpr int64_t kPackedRows = 5;  // rows of x from which packing them is worth it
-constexpr int64_t kAhead = 32;      // rows of the weight: the next panel is prefetched
 
 inline __m512bh load_bf16(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 inline __m512bh load_bf16(const bf16* p, __mmask32 mask) {
@@ -107,11 +106,10 @@ struct Gemm {
 };
 
 template <int M, int N>
-inline void block(const Gemm& g, int64_t m, int64_t n, int64_t x_stride) {
-    const bf16* x = g.x + m * x_stride;
-    __m512 y = tile<M, N>(x, x_stride, g.w + n * g.depth, g.depth, g.depth);
+inline void block(const Gemm& g, int64_t n) {
+    __m512 y = tile<M, N>(g.x, g.depth, g.w + n * g.depth, g.depth, g.depth);
     if (g.gated)
-        y = _mm512_mul_ps(silu(y), tile<M, N>(x, x_stride, g.w + (g.size + n) * g.depth, g.depth, g.depth));
+        y = _mm512_mul_ps(silu(y), tile<M, N>(g.x, g.depth, g.w + (g.size + n) * g.depth, g.depth, g.depth));
     if (g.bias) {
         alignas(64) float b[16] = {};
         for (int i = 0; i < M * N; i++)
@@ -122,27 +120,27 @@ inline void block(const Gemm& g, int64_t m, int64_t n, int64_t x_stride) {
     if (g.wide) {
         alignas(64) float r[16];
         _mm512_store_ps(r, y);
-        for (int i = 0; i < M; i++)
-            memcpy((float*)g.out + (m + i) * g.size + n, r + i * N, N * sizeof(float));
+        for (int i = 0; i < M; i++) memcpy((float*)g.out + i * g.size + n, r + i * N, N * sizeof(float));
     } else {
         alignas(32) bf16 r[16];
         _mm256_store_si256((__m256i*)r, narrow(y));
-        for (int i = 0; i < M; i++) memcpy((bf16*)g.out + (m + i) * g.size + n, r + i * N, N * sizeof(bf16));
+        for (int i = 0; i < M; i++) memcpy((bf16*)g.out + i * g.size + n, r + i * N, N * sizeof(bf16));
     }
 }
 
-inline void column(const Gemm& g, int64_t n) {  // all rows of one column
-    int64_t m = 0;
-    for (; m + 4 <= g.rows; m += 4) block<4, 1>(g, m, n, g.depth);
-    switch (g.rows - m) {
+inline void column(const Gemm& g, int64_t n) {  // up to four rows of one column
+    switch (g.rows) {
+        case 4:
+            block<4, 1>(g, n);
+            break;
         case 3:
-            block<3, 1>(g, m, n, g.depth);
+            block<3, 1>(g, n);
             break;
         case 2:
-            block<2, 1>(g, m, n, g.depth);
+            block<2, 1>(g, n);
             break;
         case 1:
-            block<1, 1>(g, m, n, g.depth);
+            block<1, 1>(g, n);
             break;
     }
 }
@@ -207,30 +205,33 @@ inline void transpose(__m512* r) {
     }
 }
 
+// Writes results of row `m` of x, of 16 columns from `n` on.
+inline void write(const Gemm& g, __m512 y, int64_t m, int64_t n) {
+    __mmask16 mask = first16(g.size - n);
+    if (g.bias) y = _mm512_add_ps(y, load_float(g.bias + n, mask));
+    int64_t at = m * g.size + n;
+    if (g.wide)
+        _mm512_mask_storeu_ps((float*)g.out + at, mask, y);
+    else
+        _mm256_mask_storeu_epi16((bf16*)g.out + at, mask, narrow(y));
+}
+
 // Writes results of 16 columns from `n` on, for `count` rows of x from `m` on; column i is the row y[i].
 inline void write_columns(const Gemm& g, __m512* y, int64_t m, int64_t count, int64_t n) {
-    __mmask16 mask = first16(g.size - n);
     transpose(y);
-    __m512 bias = g.bias ? load_float(g.bias + n, mask) : _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i++) {
-        __m512 value = g.bias ? _mm512_add_ps(y[i], bias) : y[i];
-        int64_t at = (m + i) * g.size + n;
-        if (g.wide)
-            _mm512_mask_storeu_ps((float*)g.out + at, mask, value);
-        else
-            _mm256_mask_storeu_epi16((bf16*)g.out + at, mask, narrow(value));
-    }
+    for (int64_t i = 0; i < count; i++) write(g, y[i], m + i, n);
 }
 
 // The rows of the weight that a block of columns needs, 32 in all: two times 16. They are where they are, or
 // copied with zeros, where 16 and 32 do not divide the weight.
 struct Panel {
     const bf16 *first, *second;
-    int64_t stride;
+    int64_t stride, ahead;
     Panel(const Gemm& g, int64_t n, std::vector<bf16>& copy) {
         second = g.w + (n + (g.gated ? g.size : 16)) * g.depth;
         first = g.w + n * g.depth;
         stride = g.depth;
+        ahead = g.gated ? 16 : 32;
         int64_t there = std::min<int64_t>(16, g.size - n),
                 also = g.gated ? there : std::max<int64_t>(0, std::min<int64_t>(16, g.size - n - 16));
         if (there == 16 && also == 16 && g.depth % kLanes == 0) return;
@@ -248,14 +249,14 @@ struct Panel {
 // Products of N rows of the weight and V times 16 packed rows of x, which are `x_stride` apart.
 template <int N, int V>
 inline void multiply_rows(const bf16* w, int64_t w_stride, const bf16* x, int64_t x_stride, int64_t pairs,
-                          float (*sums)[16], int64_t sums_stride) {
+                          float (*sums)[16], int64_t sums_stride, int64_t ahead) {
     __m512 acc[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) acc[n][v] = _mm512_setzero_ps();
     for (int64_t first = 0; first < pairs; first += 16) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++)
-            _mm_prefetch((const char*)(w + (n + kAhead) * w_stride + 2 * first), _MM_HINT_T0);
+            _mm_prefetch((const char*)(w + (n + ahead) * w_stride + 2 * first), _MM_HINT_T0);
         for (int64_t p = first; p < first + 16; p++) {
             __m512bh columns[V];
 #pragma GCC unroll 2
@@ -283,12 +284,13 @@ inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool bo
         if (both)
             for (int n = 0; n < 16; n += 8)
                 multiply_rows<8, 2>(rows + n * w.stride, w.stride, x, steps * 512, steps * 16,
-                                    sums[half] + n, 512);
+                                    sums[half] + n, 512, w.ahead);
         else if (w.stride % 1024)
-            multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0);
+            multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0, w.ahead);
         else  // 16 rows would be in the same few places of the L1 cache
             for (int n = 0; n < 16; n += 8)
-                multiply_rows<8, 1>(rows + n * w.stride, w.stride, x, 0, steps * 16, sums[half] + n, 0);
+                multiply_rows<8, 1>(rows + n * w.stride, w.stride, x, 0, steps * 16, sums[half] + n, 0,
+                                    w.ahead);
     }
 }
 
@@ -310,13 +312,18 @@ inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t
     }
 }
 
+// Returns room for `size` numbers in `buffer`, from the beginning of a line of the cache on.
+inline bf16* room(std::vector<bf16>& buffer, int64_t size) {
+    if ((int64_t)buffer.size() < size + kLanes) buffer.resize(size + kLanes);
+    return (bf16*)(((uintptr_t)buffer.data() + 63) / 64 * 64);
+}
+
 // Each number of the weight is multiplied by 16 rows of x, which are packed first. It stays where it is.
 inline void gemm_by_panels(const Gemm& g) {
     int64_t steps = (g.depth + kLanes - 1) / kLanes, per = g.gated ? 16 : 32;
     int64_t panels = (g.size + per - 1) / per;
     static thread_local std::vector<bf16> columns;  // of the thread that calls; all share them
-    columns.resize(std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
-    bf16* packed = columns.data();
+    bf16* packed = room(columns, std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
 #pragma omp parallel
     {
         std::vector<bf16> copy;
@@ -342,15 +349,86 @@ inline void gemm_by_panels(const Gemm& g) {
     }
 }
 
-}  // namespace
-
-extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, int64_t rows, int64_t size,
-                     int64_t depth, int wide, int gated, int invariant) {
-    Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0};
-    if (rows >= kPackedRows && !invariant) {
-        gemm_by_panels(g);
-        return;
+// All M rows of x, which are `x_stride` apart and padded as the panel's are, by a panel of columns from `n`
+// on. Rows of the weight are packed, in registers, and not those of x: an element is added up in the order of
+// `gemm_by_panels`.
+template <int M>
+inline void few_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t x_stride, int64_t n) {
+    __m512 acc[2][M];
+    for (int half = 0; half < 2; half++)
+        for (int m = 0; m < M; m++) acc[half][m] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < g.depth; k += kLanes)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const bf16* rows = (half ? w.second : w.first) + k;
+            __m512 pairs[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) {
+                pairs[i] = _mm512_loadu_ps(rows + i * w.stride);
+                _mm_prefetch((const char*)(rows + (i + w.ahead) * w.stride), _MM_HINT_T0);
+            }
+            transpose(pairs);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++)
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) {
+                    int32_t two;
+                    memcpy(&two, x + m * x_stride + k + 2 * i, 4);
+                    __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
+                    acc[half][m] = _mm512_dpbf16_ps(acc[half][m], pair, (__m512bh)pairs[i]);
+                }
+        }
+    for (int m = 0; m < M; m++) {
+        if (g.gated) {
+            write(g, _mm512_mul_ps(silu(acc[0][m]), acc[1][m]), m, n);
+            continue;
+        }
+        write(g, acc[0][m], m, n);
+        if (n + 16 < g.size) write(g, acc[1][m], m, n + 16);
     }
+}
+
+// Up to four rows of x, with the bits of `gemm_by_panels`. For long rows of the weight this is slower than
+// `gemm_of_few_rows`.
+inline void gemm_of_few_rows_invariant(const Gemm& g) {
+    int64_t stride = (g.depth + kLanes - 1) / kLanes * kLanes, per = g.gated ? 16 : 32;
+    int64_t panels = (g.size + per - 1) / per;
+    std::vector<bf16> padded;
+    const bf16* x = g.x;
+    if (stride != g.depth) {
+        padded.resize(g.rows * stride);
+        for (int64_t m = 0; m < g.rows; m++)
+            memcpy(padded.data() + m * stride, g.x + m * g.depth, g.depth * sizeof(bf16));
+        x = padded.data();
+    }
+#pragma omp parallel
+    {
+        std::vector<bf16> copy;
+#pragma omp for schedule(static)
+        for (int64_t work = 0; work < panels; work++) {
+            int64_t n = work * per;
+            Panel panel(g, n, copy);
+            switch (g.rows) {
+                case 1:
+                    few_by_panel<1>(g, panel, x, stride, n);
+                    break;
+                case 2:
+                    few_by_panel<2>(g, panel, x, stride, n);
+                    break;
+                case 3:
+                    few_by_panel<3>(g, panel, x, stride, n);
+                    break;
+                case 4:
+                    few_by_panel<4>(g, panel, x, stride, n);
+                    break;
+            }
+        }
+    }
+}
+
+// Up to four rows of x, along which the lanes are.
+inline void gemm_of_few_rows(const Gemm& g) {
+    int64_t rows = g.rows, size = g.size, depth = g.depth;
     int64_t per = std::max<int64_t>(
         16, 24576 / (2 * depth) / 16 * 16);  // columns per block: their weights stay in the L1 cache
     int64_t blocks = (size + per - 1) / per;
@@ -360,29 +438,29 @@ extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, 
         int64_t n = b * per;
         if (rows == 1) {
             if (depth % 1024 == 0)
-                for (; n + 8 <= end; n += 8) block<1, 8>(g, 0, n, depth);
-            for (; n + 16 <= end; n += 16) block<1, 16>(g, 0, n, depth);
+                for (; n + 8 <= end; n += 8) block<1, 8>(g, n);
+            for (; n + 16 <= end; n += 16) block<1, 16>(g, n);
         } else if (rows == 2) {
-            for (; n + 8 <= end; n += 8) block<2, 8>(g, 0, n, depth);
+            for (; n + 8 <= end; n += 8) block<2, 8>(g, n);
         } else {
-            int64_t full = n + (end - n) / 4 * 4, m = 0;
-            for (; m + 4 <= rows; m += 4)
-                for (int64_t j = n; j < full; j += 4) block<4, 4>(g, m, j, depth);
-            for (int64_t j = n; j < full; j += 4) switch (rows - m) {
-                    case 3:
-                        block<3, 4>(g, m, j, depth);
-                        break;
-                    case 2:
-                        block<2, 4>(g, m, j, depth);
-                        break;
-                    case 1:
-                        block<1, 4>(g, m, j, depth);
-                        break;
-                }
-            n = full;
+            for (; n + 4 <= end; n += 4) rows == 3 ? block<3, 4>(g, n) : block<4, 4>(g, n);
         }
         for (; n < end; n++) column(g, n);
     }
+}
+
+}  // namespace
+
+// With `invariant` a row has the same bits in any batch.
+extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, int64_t rows, int64_t size,
+                     int64_t depth, int wide, int gated, int invariant) {
+    Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0};
+    if (rows >= kPackedRows)
+        gemm_by_panels(g);
+    else if (rows && invariant)
+        gemm_of_few_rows_invariant(g);
+    else if (rows)
+        gemm_of_few_rows(g);
 }
 
 // ---- norms, rotary embedding, activation ----
