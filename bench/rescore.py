@@ -10,7 +10,7 @@ measured as the difference between the eager logits and those of a float32 forwa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from segue.distributed.info import TPInfo
 from segue.kernels.fp8 import FP8, ExpertWeights
 from segue.kvcache.page_table import PageTable
 from segue.layers.blocks import Linear
+from segue.layers.moe_backend import MoEBackend
 from segue.memory.rank_memory import PrivateMemory
 from segue.model_runner.profile_run import make_pool
 from segue.model_runner.resolved_config import resolve_config
@@ -114,7 +115,7 @@ class Teacher:
             if isinstance(module, Linear) and module.scale is not None:
                 module.drop_packed()
             if isinstance(module, MoE) and module.block is None:
-                module.weights = partial(_widened, module.weights)  # type: ignore[method-assign]
+                module.backend = partial(_run_widened, module.backend)
         return exact
 
     @torch.inference_mode()
@@ -183,10 +184,17 @@ class Teacher:
         return hidden
 
 
-def _widened(weights: Callable[[str], ExpertWeights], name: str) -> ExpertWeights:
-    found = weights(name)
-    assert isinstance(found, Tensor)
-    return found.float()
+def _run_widened(
+    backend: MoEBackend,
+    x: Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    weights: Tensor,
+    experts: Tensor,
+) -> Tensor:
+    """Run a backend with the weights of its experts in float32, which it has for this call alone."""
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    return backend(x, gate_up.float(), down.float(), weights, experts)
 
 
 def regrets(logits: Tensor, tokens: Tensor, positions: Tensor, seed: int, temperature: float) -> Tensor:

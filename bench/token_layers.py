@@ -189,10 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", type=int, default=600, help="tokens of context")
     parser.add_argument("--plan", action="append", default=[], type=parse_plan, metavar="NAME=N,N,N")
     args = parser.parse_args(arguments)
-    from segue.kernels.triton import gemv
-
     directory = suite.model_dir(args.model) if args.model in suite.SHAPES else args.model
     config = ModelConfig.from_hf(json.loads((Path(directory) / "config.json").read_text()))
+    if config.moe is not None:
+        parser.error(f"{args.model} has experts, which this chain of layers lacks; give a dense model")
+    from segue.kernels.triton import gemv
+
     layers = Layers(config, args.keys, fp8=args.fp8)
     plans = Plans()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import suite
-from bench.token_layers import parse_plan, shapes_of
+from bench.token_layers import main, parse_plan, shapes_of
 from segue.kernels.gemv_plan import GemvPlan
 from segue.models.config import ModelConfig
 from segue.models.decoder import build_model
@@ -31,3 +31,11 @@ def test_plans_are_named() -> None:
     for text in ("attention=1,2,3", "qkv=1,2", "head=1,2,3", "qkv=a,2,3"):
         with pytest.raises(argparse.ArgumentTypeError, match="NAME=ROWS,PROGRAMS,WARPS"):
             parse_plan(text)
+
+
+def test_a_model_with_experts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["30b-a3b"])
+    assert (
+        "30b-a3b has experts, which this chain of layers lacks; give a dense model" in capsys.readouterr().err
+    )
