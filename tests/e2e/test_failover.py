@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -307,15 +306,14 @@ def test_a_cluster_with_shadows_goes_on_drains_and_leaves_nothing(
 
 
 def test_the_demonstration_shows_a_stream_that_goes_on(tiny_model: Path) -> None:
-    words = ["--model", str(tiny_model), "--load-format", "dummy", "--tokens", "60"]
+    # On a busy machine a short reply may end before the kill, and another one would be asked for.
+    words = ["--model", str(tiny_model), "--load-format", "dummy", "--tokens", "240"]
     found = subprocess.run(
         [sys.executable, "-m", "segue", "failover-demo", *words], capture_output=True, text=True, timeout=100
     )
     assert found.returncode == 0, found.stderr
-    for text in ("killed with SIGKILL, starts again", " ⚡ ", "next token of the stream"):
+    for text in ("killed with SIGKILL, starts again", "epoch 2", " ⚡ ", "next token of the stream"):
         assert text in found.stdout
-    # On a busy machine the first reply may have ended before the kill, and then another one is asked for.
-    assert re.search("serves, epoch [2-9]", found.stdout)
     assert "no error, and the same text as without a kill." in " ".join(found.stdout.split())
 
 
