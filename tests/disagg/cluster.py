@@ -319,9 +319,13 @@ class Cluster:
         num_decode: int = 2,
         transport: str = "shm",
         guides: Random | None = None,
+        reuses: Random | None = None,
     ) -> None:
-        """``guides`` decides which requests have a grammar, and when none can be followed; None: never."""
-        self.random, self.guides = random, guides
+        """``guides`` decides which requests have a grammar, and when none can be followed; None: never.
+
+        ``reuses`` decides which requests get the handoff of another prompt, by mistake; None: none.
+        """
+        self.random, self.guides, self.reuses = random, guides, reuses
         self.transport = transport
         self.cut_at: dict[str, float] = {}  # session -> when its connection was cut
         self.now = 0.0
@@ -570,7 +574,11 @@ class Cluster:
         if self.guides is not None and self.guides.random() < 0.4:
             params = structs.replace(params, grammar=GrammarSpec("regex", "a"))
         source = self.random.choice(self.prefills)
-        self.handoffs[rid] = self.num_requests, prompt, params, source.name
+        number = self.num_requests
+        others = [used for used, other, *_ in self.handoffs.values() if other != prompt]
+        if self.reuses is not None and others and self.reuses.random() < 0.5:
+            number = self.reuses.choice(others)
+        self.handoffs[rid] = number, prompt, params, source.name
         self.prefill_leg(rid)
         for worker in self.random.sample(self.decodes, min(1 + twice, len(self.decodes))):
             self.decode_leg(rid, worker)

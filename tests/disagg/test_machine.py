@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from segue.disagg import lease_machine
+from segue.disagg.leases import Leases
 from segue.disagg.machine import TransferMachine
 from segue.messages.kv import (
     BanWriters,
@@ -33,7 +34,13 @@ TELLING = (3, 9, 10, 27, 38, 46, 51, 62, 130, 134, 190, 207)  # seeds that find 
 NUM_SEEDS = 300  # seeds that are tried per planted bug
 
 
-def run(seed: int, steps: int, transport: str = "shm", guides: Random | None = None) -> None:
+def run(
+    seed: int,
+    steps: int,
+    transport: str = "shm",
+    guides: Random | None = None,
+    reuses: Random | None = None,
+) -> None:
     """Do random things, then let everything end."""
     random = Random(seed)
     cluster = Cluster(
@@ -42,6 +49,7 @@ def run(seed: int, steps: int, transport: str = "shm", guides: Random | None = N
         num_decode=random.choice([1, 2, 2]),
         transport=transport,
         guides=guides,
+        reuses=reuses,
     )
     if seed % 4 == 3:
         update_one_after_the_other(cluster, steps)
@@ -77,6 +85,21 @@ def test_every_request_ends_once_and_no_page_is_lost_or_written_by_a_stranger(se
 @pytest.mark.parametrize("seed", seeds(16, 60))
 def test_the_same_where_guided_requests_wait_until_grammars_can_be_followed(seed: int) -> None:
     run(seed, 200, guides=Random(seed))
+
+
+@pytest.mark.parametrize("seed", seeds(16, 60))
+def test_the_same_where_clients_use_a_handoff_again(seed: int) -> None:
+    run(seed, 200, reuses=Random(seed))
+
+
+def test_a_decode_worker_that_forgets_handoffs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leases, "is_known", lambda self, handoff: handoff in self.active)
+    for seed in range(NUM_SEEDS):
+        try:
+            run(seed, 200, reuses=Random(seed))
+        except AssertionError:
+            return
+    pytest.fail(f"{NUM_SEEDS} runs do not notice it")
 
 
 @pytest.mark.parametrize("seed", seeds(16, 40))

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from segue.disagg.lease import WEIGHTS_S, Lease
-from segue.disagg.offer import UNCLAIMED_S
+from segue.disagg.offer import REMEMBERED_S, UNCLAIMED_S
 from segue.errors import HandoverError, WrongRoleError
 from segue.messages.control import Continue, Pause, PauseMode
 from segue.messages.guided import GrammarSpec
@@ -486,7 +486,42 @@ def test_a_handoff_is_used_once(prefill: Worker, decode: DecodeWorker) -> None:
         (prefill, Handoff(id=1, part="prefill")),
         (decode, Handoff(id=1, part="decode", peer="p:1")),
     ):
-        assert "handoff 1 is in use; draw another id" in refusal(worker, handoff).message
+        assert (
+            "handoff 1 is in use, or was within the last minute; draw another id"
+            in refusal(worker, handoff).message
+        )
+
+
+def test_a_request_that_outlives_its_lease_does_not_end_the_next_one(decode: DecodeWorker) -> None:
+    handoff = Handoff(id=1, part="decode", peer="p:1", whole=True)
+    assert decode.start("first", PROMPT, PARAMS, handoff)
+    decode.say(Gone(handoff=1, lease=0, reason="prompt_differs"))  # it computes its prompt itself
+    other = [*PROMPT, 7]
+    assert not decode.start("second", other, PARAMS, handoff), "the handoff is remembered for a while"
+    decode.machine.advance(decode.now + REMEMBERED_S)
+    assert decode.start("second", other, PARAMS, handoff)
+    decode.run()
+    assert "first" in decode.finished and decode.machine.leases.active[1].rid == "second"
+    decode.land(prompt=other)
+    decode.run()
+    assert decode.finished["second"].reason == "length"
+
+
+def test_a_request_that_outlives_its_offer_does_not_touch_the_next_one(prefill: Worker) -> None:
+    prefill.machine.on_opened(1, "s", None, hello("decode"), "shm", 0.0)
+    handoff = Handoff(id=1, part="prefill")
+    assert prefill.start("first", PROMPT, PARAMS, handoff)
+    prompt_hash = prefill.machine.offers.by_handoff[1].prompt_hash
+    for message in (
+        Claim(handoff=1, rid="first", num_tokens=len(PROMPT), prompt_hash=prompt_hash),
+        Revoke(handoff=1, lease=0, reason="ended", final=True),
+    ):
+        prefill.machine.on_message(1, message, prefill.now)
+    prefill.machine.advance(prefill.now + REMEMBERED_S)
+    assert prefill.start("second", [*PROMPT, 7], PARAMS, handoff)
+    prefill.abort("first")
+    offer = prefill.machine.offers.by_handoff[1]
+    assert offer.rid == "second" and offer.is_alive
 
 
 def test_the_queues_of_a_prefill_worker(prefill: Worker) -> None:

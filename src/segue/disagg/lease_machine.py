@@ -19,6 +19,7 @@ from segue.disagg.lease import (
     LeasePort,
     LeaseState,
 )
+from segue.disagg.offer import REMEMBERED_S
 from segue.disagg.peers import Peers
 from segue.disagg.recent import RecentHandovers, note
 from segue.disagg.transports.choice import TRAITS
@@ -43,6 +44,7 @@ class LeaseMachine:
         self.leaving: dict[
             tuple[str, int, int], Lease
         ] = {}  # by (peer, handoff, number): those in a state of LEAVING
+        self.ended: dict[int, float] = {}  # handoff -> how long it is remembered; the oldest at the beginning
         self.reconnect_at = inf
         self.recent = RecentHandovers("decode")
 
@@ -93,6 +95,8 @@ class LeaseMachine:
         if lease.state in (*LEAVING, LeaseState.ENDED):
             if self.active.get(lease.handoff) is lease:
                 del self.active[lease.handoff]
+                self.ended.pop(lease.handoff, None)
+                self.ended[lease.handoff] = now + REMEMBERED_S
             key = (lease.peer or "", lease.handoff, lease.number)
             if lease.state is LeaseState.ENDED:
                 self.leaving.pop(key, None)

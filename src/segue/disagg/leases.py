@@ -66,6 +66,13 @@ class Leases:
 
     # --- what the request does ---
 
+    def is_known(self, handoff: int) -> bool:
+        """Whether a request awaits the KV of this handoff, or one did lately.
+
+        Messages about the lease of such a request may still come, and name no other prompt than its own.
+        """
+        return handoff in self.active or handoff in self._machine.ended
+
     def claim(self, lease: Lease, now: float) -> None:
         """Claim the KV of a request; connects to the prefill worker first, if need be."""
         self._machine.claim(lease, now)
@@ -291,6 +298,9 @@ class Leases:
             if lease.state is not LeaseState.AHEAD:
                 lease.revoke_reason, lease.gone_reason = "silent", "expired"
             self._machine.apply(lease, LeaseEvent.SILENT, now)
+        ended = self._machine.ended
+        while ended and now >= ended[oldest := next(iter(ended))]:
+            del ended[oldest]
         if now >= self._machine.reconnect_at:
             quarantined = (each for each in self.leaving.values() if each.state is LeaseState.QUARANTINED)
             addresses = sorted({lease.address for lease in quarantined})

@@ -17,7 +17,7 @@ from msgspec import structs
 from segue import errors
 from segue.disagg.lease import LOST_S, GiveUpReason, Lease, LeaseState
 from segue.disagg.machine import TransferMachine
-from segue.disagg.offer import LOGPROBS_PER_PART, HeldPages
+from segue.disagg.offer import LOGPROBS_PER_PART, HeldPages, Offer
 from segue.messages.control import HandoverCounters, SchedulerOutput
 from segue.messages.kv import First, KVIdentity
 from segue.messages.requests import FinishReason, Handoff, TokenLogprob, pack_ids
@@ -46,13 +46,11 @@ class Handover:
 
     def check(self, handoff: Handoff) -> None:
         """Raise the reason why a request with this handoff cannot be taken, if there is one."""
-        if handoff.part == "prefill":
-            is_known = self.machine.offers.is_known(handoff.id)
-        else:
-            is_known = handoff.id in self.machine.leases.active
-        if is_known:
+        known = self.machine.offers if handoff.part == "prefill" else self.machine.leases
+        if known.is_known(handoff.id):
             raise errors.InvalidRequestError(
-                f"handoff {handoff.id} is in use; draw another id for every request"
+                f"handoff {handoff.id} is in use, or was within the last minute; draw another id for every "
+                "request"
             )
 
     def add(self, request: Request, handoff: Handoff, now: float) -> None:
@@ -76,10 +74,10 @@ class Handover:
 
     def launched(self, request: Request, step: Step, now: float) -> None:
         """Note that a step computes a chunk of a request's prompt."""
-        if (handoff := _offered(request)) is not None:
+        if (offer := self._offer(request)) is not None:
             identity = self._scheduler.kv_identity
-            self.machine.offers.launched(handoff, request.launched, step.plan.step, identity, now)
-            self._chunks.setdefault(step.plan.step, []).append((handoff, request.launched))
+            self.machine.offers.launched(offer.handoff, request.launched, step.plan.step, identity, now)
+            self._chunks.setdefault(step.plan.step, []).append((offer.handoff, request.launched))
 
     def step_ended(self, step: int, now: float) -> None:
         """Note that the device has done a step, whose result has come."""
@@ -89,45 +87,46 @@ class Handover:
 
     def prompt_logprobs(self, request: Request, entries: list[TokenLogprob]) -> None:
         """Pass logprobs of prompt tokens on to the decode worker."""
-        if (handoff := _offered(request)) is not None:
-            self.machine.offers.add_logprobs(handoff, entries)
+        if (offer := self._offer(request)) is not None:
+            self.machine.offers.add_logprobs(offer.handoff, entries)
 
     def first(self, request: Request, logprob: TokenLogprob | None, reason: FinishReason, now: float) -> None:
         """Hand the first token of a request over; call this before the request ends with it."""
-        if (handoff := _offered(request)) is None:
+        if (offer := self._offer(request)) is None:
             return
-        offer = self.machine.offers.by_handoff.get(handoff)
         first = First(
-            handoff=handoff,
+            handoff=offer.handoff,
             token=request.tokens[-1],
             logprob=logprob,
             version=request.versions[-1][0],
             cached_tokens=max(0, request.cached_tokens),
             seed=request.params.seed,
-            parts=ceil_div(len(offer.logprobs), LOGPROBS_PER_PART) if offer else 0,
+            parts=ceil_div(len(offer.logprobs), LOGPROBS_PER_PART),
             finished=None if reason == "handoff" else reason,
         )
         self.machine.offers.first(first, now)
 
     def take_over(self, request: Request) -> bool:
         """Let a request's offer take over the pages and the lock that it gives up; returns whether it has."""
-        if (handoff := _offered(request)) is None:
+        if (offer := self._offer(request)) is None:
             return False
         assert request.node is not None
         hold = HeldPages(list(request.pages), request.num_inserted, request.node)
-        return self.machine.offers.take_over(handoff, hold)
+        return self.machine.offers.take_over(offer.handoff, hold)
 
     def retracted(self, request: Request, now: float) -> None:
         """Note that the request has given up its KV, and waits."""
-        if (handoff := _offered(request)) is not None:
-            self.machine.offers.retracted(handoff, now)
+        if (offer := self._offer(request)) is not None:
+            self.machine.offers.retracted(offer.handoff, now)
 
     def ended(self, request: Request, now: float) -> None:
         """Note that the request has ended."""
-        if (handoff := _offered(request)) is not None:
-            self.machine.offers.request_ended(handoff, now)
+        if (offer := self._offer(request)) is not None:
+            self.machine.offers.request_ended(offer.handoff, now)
         elif request.handoff is not None:
-            self.machine.leases.cancel(request.handoff.id, now)
+            lease = self.machine.leases.active.get(request.handoff.id)
+            if lease is not None and lease.rid == request.rid:  # see `_offer`
+                self.machine.leases.cancel(lease.handoff, now)
 
     def want_memory_back(self, now: float) -> None:
         """Free all pages of offers and leases, each as soon as no push reads or writes it any more."""
@@ -318,8 +317,13 @@ class Handover:
         self._scheduler.leave(request, WAITING)
         self._scheduler.enqueue(request)
 
+    def _offer(self, request: Request) -> Offer | None:
+        """Returns the offer of a request's KV, as long as there is one.
 
-def _offered(request: Request) -> int | None:
-    """Returns the handoff of a request whose KV this worker offers; None: it offers none."""
-    handoff = request.handoff
-    return handoff.id if handoff is not None and handoff.part == "prefill" else None
+        A request can outlive its offer, as another one can outlive its lease. Then a third request may have
+        begun with the same handoff, and its offer or lease must not end with the first one.
+        """
+        if request.handoff is None:
+            return None
+        offer = self.machine.offers.by_handoff.get(request.handoff.id)
+        return offer if offer is not None and offer.rid == request.rid else None
