@@ -26,7 +26,7 @@ from segue.scheduler.pause import PauseState
 from segue.scheduler.scheduler import Scheduler
 from segue.scheduler.standby import LOST, Standby, StandbyState
 from tests.scheduler.simulation import Simulation
-from tests.scheduler.test_pause_properties import prove
+from tests.scheduler.test_pause_properties import find_bug, prove
 from tests.scheduler.test_properties import StepMachine, prompts
 
 RANKS = 2
@@ -346,7 +346,7 @@ def test_a_seeded_bug_is_caught(
 ) -> None:
     monkeypatch.setattr(cls, name, bug)
     with pytest.raises(AssertionError):
-        prove(StandbyMachine, examples=1000, derandomize=True)  # stops when the bug is caught
+        find_bug(StandbyMachine, examples=1000)
 
 
 # The course of single calls.
