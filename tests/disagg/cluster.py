@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from segue.disagg.lease import LOST_S, LeaseState
-from segue.disagg.offer import HeldPages
+from segue.disagg.offer import REMEMBERED_S, HeldPages
 from segue.disagg.transports.choice import TRAITS
 from segue.errors import RoleChangedError
 from segue.messages.control import PauseMode, RoleSet, SchedulerOutput, SetRole
@@ -575,7 +575,8 @@ class Cluster:
             params = structs.replace(params, grammar=GrammarSpec("regex", "a"))
         source = self.random.choice(self.prefills)
         number = self.num_requests
-        others = [used for used, other, *_ in self.handoffs.values() if other != prompt]
+        own = {used for used, other, *_ in self.handoffs.values() if other == prompt}
+        others = [used for used, *_ in self.handoffs.values() if used not in own]
         if self.reuses is not None and others and self.reuses.random() < 0.5:
             number = self.reuses.choice(others)
         self.handoffs[rid] = number, prompt, params, source.name
@@ -717,6 +718,12 @@ class Cluster:
         for worker in list(self.workers.values()):
             self.advance(worker)
 
+    def outlast_memory(self) -> None:
+        """Wait until no handoff is remembered; by then, what was under way has arrived."""
+        while pending := self.pending():
+            self.deliver(*pending[0])
+        self.pass_time(REMEMBERED_S + 1)
+
     # --- a run ---
 
     def act(self, *, faults: bool = True, more: Sequence[str] = (), times: Sequence[float] = TIMES) -> None:
@@ -774,6 +781,8 @@ class Cluster:
                     self.request(twice=faults and random.random() < 0.3)
             case "time":
                 self.pass_time(random.choice(times))
+                if self.reuses is not None and self.reuses.random() < 0.15:
+                    self.outlast_memory()
             case "abort":
                 if live := self.live():
                     worker, rid = random.choice(live)

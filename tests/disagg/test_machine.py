@@ -10,6 +10,7 @@ import pytest
 from segue.disagg import lease_machine
 from segue.disagg.leases import Leases
 from segue.disagg.machine import TransferMachine
+from segue.disagg.offer import Offer
 from segue.messages.kv import (
     BanWriters,
     Claim,
@@ -25,6 +26,8 @@ from segue.messages.kv import (
     WritersGone,
 )
 from segue.messages.requests import SamplingParams
+from segue.scheduler.handover import Handover
+from segue.scheduler.request import Request
 from tests.disagg.bugs import BUGS, PIECE_BUGS
 from tests.disagg.cluster import Cluster
 from tests.disagg.sides import ADDRESS, HASH, PAGE_SIZE, V1, DecodeSide, FakeHandoverPort, first, hold
@@ -92,12 +95,37 @@ def test_the_same_where_clients_use_a_handoff_again(seed: int) -> None:
     run(seed, 200, reuses=Random(seed))
 
 
-def test_a_decode_worker_that_forgets_handoffs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leases, "is_known", lambda self, handoff: handoff in self.active)
+def lives(leases: Leases, handoff: int) -> bool:
+    return handoff in leases.active
+
+
+def ends_by_handoff(handover: Handover, request: Request, now: float, ended: Any = Handover.ended) -> None:
+    ended(handover, request, now)
+    if request.handoff is not None and request.handoff.part == "decode":
+        handover.machine.leases.cancel(request.handoff.id, now)
+
+
+def offer_by_handoff(handover: Handover, request: Request) -> Offer | None:
+    has_offer = request.handoff is not None and request.handoff.part == "prefill"
+    return handover.machine.offers.by_handoff.get(request.handoff.id) if has_offer else None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"),
+    [
+        (Leases, "is_known", lives),
+        (Handover, "ended", ends_by_handoff),
+        (Handover, "_offer", offer_by_handoff),
+    ],
+)
+def test_a_handoff_that_means_two_requests_is_noticed(
+    owner: type, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
     for seed in range(NUM_SEEDS):
         try:
             run(seed, 200, reuses=Random(seed))
-        except AssertionError:
+        except (AssertionError, KeyError):
             return
     pytest.fail(f"{NUM_SEEDS} runs do not notice it")
 

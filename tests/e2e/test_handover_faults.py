@@ -311,6 +311,8 @@ def test_a_room_is_for_one_prompt(engines: TwoEngines) -> None:
         assert len(refused) == 1 and "draw another id" in refused[0]["message"], answers
         served = 1 - answers.index(refused[0])
         assert answers[served]["output_ids"] == right[served], answers
+    for again in engines.split(17, 1, room=room):
+        assert "draw another id" in again.result()["message"], "the room is remembered"
 
 
 def test_two_names_of_one_prefill_engine(engines: TwoEngines) -> None:

@@ -44,7 +44,7 @@ class LeaseMachine:
         self.leaving: dict[
             tuple[str, int, int], Lease
         ] = {}  # by (peer, handoff, number): those in a state of LEAVING
-        self.ended: dict[int, float] = {}  # handoff -> how long it is remembered; the oldest at the beginning
+        self.ended: dict[int, float] = {}  # handoff -> until when it is remembered, oldest first
         self.reconnect_at = inf
         self.recent = RecentHandovers("decode")
 

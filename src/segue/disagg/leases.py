@@ -69,7 +69,7 @@ class Leases:
     def is_known(self, handoff: int) -> bool:
         """Whether a request awaits the KV of this handoff, or one did lately.
 
-        Messages about the lease of such a request may still come, and name no other prompt than its own.
+        Messages about its lease may still come, and they do not say which prompt they are about.
         """
         return handoff in self.active or handoff in self._machine.ended
 

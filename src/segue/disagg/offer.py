@@ -32,7 +32,7 @@ STUCK_S = 60.0  # how long a lease may drain before the connection is closed
 EARLY_CLAIM_S = 10.0  # how long a claim waits for its request
 MAX_EARLY_CLAIMS = 4096
 ALIVE_S = 2.0  # seconds between two reports of a lease's progress
-REMEMBERED_S = 60.0  # how long a handoff's end and its first token are remembered
+REMEMBERED_S = 60.0  # how long an ended handoff is remembered, by either side
 LOGPROBS_PER_PART = 256  # each with 255 top ones, the limit of --max-logprobs, they have 0.94 MiB
 
 

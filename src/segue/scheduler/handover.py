@@ -320,10 +320,10 @@ class Handover:
     def _offer(self, request: Request) -> Offer | None:
         """Returns the offer of a request's KV, as long as there is one.
 
-        A request can outlive its offer, as another one can outlive its lease. Then a third request may have
-        begun with the same handoff, and its offer or lease must not end with the first one.
+        A request can go on after its offer, or its lease, has ended. Another request may have begun with the
+        same handoff by then, and its offer or lease must not be touched.
         """
-        if request.handoff is None:
+        if request.handoff is None or request.handoff.part != "prefill":
             return None
         offer = self.machine.offers.by_handoff.get(request.handoff.id)
         return offer if offer is not None and offer.rid == request.rid else None
