@@ -175,7 +175,7 @@ class PauseMachine(StepMachine):
         assert flush.success, flush.error_msg
 
 
-def prove(machine: Any, *, examples: int, **options: Any) -> int:
+def prove(machine: Any, *, examples: int) -> int:
     """Run the machine; returns the number of events, the first of each example included."""
     machine.num_steps = 0
     run_state_machine_as_test(
@@ -188,7 +188,6 @@ def prove(machine: Any, *, examples: int, **options: Any) -> int:
             phases=PHASES,
             database=None,
             report_multiple_bugs=False,
-            **options,
         ),
     )
     return machine.num_steps
