@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 from segue.attention.avx512 import AVX512Attention, AVX512InvariantAttention
 from segue.kernels.cpu.build import kernels
 from tests.attention.case import Case
+from tests.support import emulated_tiles
 
 pytestmark = pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
+
+
+@pytest.fixture(autouse=True, params=["this CPU's instructions", "emulated tiles"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "emulated tiles":
+        emulated_tiles.use(monkeypatch)
 
 
 def case(

@@ -59,6 +59,7 @@ class AVX512Attention(AttentionBackend):
             len(ctx.slots),
             *self._sizes,
             self._scale,
+            kernels().tiles,
         )
 
     def _inputs(self, query: Tensor, layer: int, ctx: Context) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The operations of the layers in plain torch, each with the choice of its fused kernel on CUDA."""
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -147,18 +146,15 @@ def pack(weight: Tensor, *, deterministic: bool = False, float32_output: bool = 
         return TritonBatchInvariantGemm(weight, torch.float32 if float32_output else weight.dtype)
     if weight.device.type != "cpu":
         return None
-    if not may_copy(weight, deterministic=deterministic, float32_output=float32_output):
+    if not may_copy(weight):
         dtype = torch.float32 if float32_output else weight.dtype
         return cpu.CPUBatchInvariantGemm(weight, dtype) if deterministic else None
     return BatchInvariantGemm.from_weight(weight, _pack_cpu) if deterministic else _pack_cpu(weight)
 
 
-def may_copy(weight: Tensor, *, deterministic: bool = False, float32_output: bool = False) -> bool:
-    """Returns whether `pack` may copy `weight`, which is on a CPU.
-
-    It does not where our own kernel multiplies any number of rows. oneDNN has none with results in float32.
-    """
-    return not (cpu.usable(weight) and (deterministic or float32_output or math.isinf(cpu.MAX_ROWS)))
+def may_copy(weight: Tensor) -> bool:
+    """Returns whether `pack` may copy `weight`, which is on a CPU: our own kernel needs no copy."""
+    return not cpu.usable(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +312,10 @@ def _stream(
 
 
 def _uses_cpu_kernel(x: Tensor, weight: Tensor, packed: Gemm | None) -> bool:
-    """Whether the CPU's own kernel multiplies `x` by the weight itself.
-
-    It does for few rows, and for any number if oneDNN has no copy of the weight.
-    """
+    """Whether the CPU's own kernel multiplies `x` by the weight itself."""
     if isinstance(packed, cpu.CPUBatchInvariantGemm):
         return True
-    is_own = packed is None or (isinstance(packed, Packed) and len(x) <= cpu.MAX_ROWS)
-    return is_own and weight.dtype == x.dtype and cpu.usable(x)
+    return packed is None and weight.dtype == x.dtype and cpu.usable(x)
 
 
 def gate_up_silu(

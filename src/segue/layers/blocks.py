@@ -129,11 +129,10 @@ class Linear(Layer):
         scale = self.scale
         self.packed = None if scale is None else DequantizingGemm(self.weight, scale, self.block)
 
-    def may_copy(self, *, deterministic: bool) -> bool:
+    @property
+    def may_copy(self) -> bool:
         """Whether :meth:`pack` may return a copy, on a CPU."""
-        if self.scale is not None:
-            return True
-        return may_copy(self.weight, deterministic=deterministic, float32_output=self.float32_output)
+        return self.scale is not None or may_copy(self.weight)
 
     def pack(
         self, weight: Tensor, scale: Tensor | None = None, *, deterministic: bool = False

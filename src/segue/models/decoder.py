@@ -427,8 +427,7 @@ class Decoder(Layer):
         parameter = self.get_parameter(name)
         for module in self.modules():
             if isinstance(module, Linear) and module.weight is parameter:
-                keeps = module.may_copy(deterministic=self.deterministic)
-                return partial(module.pack, deterministic=self.deterministic) if keeps else None
+                return partial(module.pack, deterministic=self.deterministic) if module.may_copy else None
             if isinstance(module, MoE) and any(each is parameter for each in module.experts.values()):
                 return None if module.block is None else module.pack
         return None

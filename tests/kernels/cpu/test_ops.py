@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from segue.kernels.cpu import ops
 from segue.kernels.cpu.build import kernels
+from tests.support import emulated_tiles
 
 pytestmark = pytest.mark.skipif(kernels().library is None, reason=kernels().why_not)
 ROWS = [1, 2, 3, 4, 7, 12, 16, 29, 65, 600]
@@ -19,6 +20,12 @@ SHAPES = [(48, 64), (1, 32), (37, 40), (100, 576), (130, 7), (19, 13000)]  # [N,
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, params=["this CPU's instructions", "emulated tiles"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "emulated tiles":
+        emulated_tiles.use(monkeypatch)
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -32,16 +32,26 @@ SOURCE = Path(__file__).parent / "kernels.cpp"
 _FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    *("-mamx-tile", "-mamx-bf16"),  # which the kernels use only if they are told that the CPU has it
 )
 _COMPILE_S = 120.0
 _POINTER, _SIZE = c_void_p, c_int64
 _ARGUMENTS = {
-    "gemm": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_int, c_int],
+    "gemm": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_int, c_int, c_int],
     "add_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, c_float],
     "norm_rope_store": [_POINTER, _POINTER, c_float, *[_POINTER] * 5, *[_SIZE] * 4],
     "silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE],
     "decode_attention": [_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 3, *[_SIZE] * 6, c_float],
-    "prefill_attention": [_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 4, *[_SIZE] * 7, c_float],
+    "prefill_attention": [
+        _POINTER,
+        _SIZE,
+        *[_POINTER] * 3,
+        _SIZE,
+        *[_POINTER] * 4,
+        *[_SIZE] * 7,
+        c_float,
+        c_int,
+    ],
 }
 
 
@@ -51,6 +61,7 @@ class Kernels:
 
     library: ctypes.CDLL | None = None
     why_not: str = ""
+    tiles: bool = False  # whether this process may use AMX, the CPU's instructions for tiles of matrices
 
 
 @cache
@@ -66,10 +77,12 @@ def kernels() -> Kernels:
             reason += "; set XDG_CACHE_HOME to a directory whose files can be written and executed"
         logger.warning("the CPU's kernels are not used, so steps take up to twice as long: %s", reason)
         return Kernels(why_not=f"the CPU's kernels cannot be built: {reason}")
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    return Kernels(library=library)
+    return Kernels(library=library, tiles=_may_use_tiles())
+
+
+def _may_use_tiles() -> bool:
+    """Ask the operating system for the use of AMX, if the CPU has it."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def _file_name() -> str:
@@ -90,12 +103,25 @@ def _load() -> ctypes.CDLL:
         subprocess.SubprocessError: there is no compiler, or it failed.
     """
     with suppress(OSError):
-        return ctypes.CDLL(str(SOURCE.parent / _file_name()))
+        return load(SOURCE.parent / _file_name())
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(cache_home) / "segue" / "kernels"
     with suppress(OSError):
-        return ctypes.CDLL(str(directory / _file_name()))
-    return ctypes.CDLL(str(compile_into(directory)))
+        return load(directory / _file_name())
+    return load(compile_into(directory))
+
+
+def load(file: Path) -> ctypes.CDLL:
+    """Load a compiled library, and return it with the types of its functions.
+
+    Raises:
+        OSError: there is no such file, or it cannot be executed here.
+    """
+    library = ctypes.CDLL(str(file))
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
 
 
 def compile_into(directory: Path) -> Path:

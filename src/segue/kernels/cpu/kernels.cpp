@@ -13,6 +13,32 @@ namespace {
 using bf16 = uint16_t;
 constexpr int kLanes = 32;  // bfloat16 numbers per register
 constexpr int64_t kPackedRows = 5;  // rows of x from which packing them is worth it
+constexpr int64_t kTileBytes = 64;  // of a row of a tile of AMX
+
+// The tiles of AMX in a thread while it lives: eight tiles of 16 rows of 64 bytes. Without `on` it does nothing.
+class Tiles {
+   public:
+    explicit Tiles(bool on) : on_(on) {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shapes;
+        for (int i = 0; i < 8; i++) shapes.row_bytes[i] = kTileBytes, shapes.rows[i] = 16;
+        if (on_) _tile_loadconfig(&shapes);
+    }
+    ~Tiles() {
+        if (on_) _tile_release();
+    }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+
+   private:
+    bool on_;
+};
+
+// Loads of tiles read memory that the compiler does not know of: what is written before has to be there.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
 
 inline __m512bh load_bf16(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 inline __m512bh load_bf16(const bf16* p, __mmask32 mask) {
@@ -102,7 +128,7 @@ struct Gemm {
     const bf16* bias;
     void* out;
     int64_t rows, size, depth;  // size: columns of the result
-    bool wide, gated;
+    bool wide, gated, tiles;
 };
 
 template <int M, int N>
@@ -177,7 +203,10 @@ inline void pack_columns(const bf16* const* rows, int64_t count, bf16* out, int6
     }
 }
 
-constexpr int64_t kRows = 512;  // rows of x that are packed at a time
+// Rows of x that are packed at a time: as many as stay in a core's L2 cache.
+inline int64_t rows_at_once(int64_t depth) {
+    return std::clamp<int64_t>(655360 / (depth * sizeof(bf16)) / 32 * 32, 128, 512);
+}
 
 // Turns rows into columns.
 inline void transpose(__m512* r) {
@@ -216,8 +245,10 @@ inline void write(const Gemm& g, __m512 y, int64_t m, int64_t n) {
         _mm256_mask_storeu_epi16((bf16*)g.out + at, mask, narrow(y));
 }
 
-// Writes results of 16 columns from `n` on, for `count` rows of x from `m` on; column i is the row y[i].
-inline void write_columns(const Gemm& g, __m512* y, int64_t m, int64_t count, int64_t n) {
+// Writes results of 16 columns from `n` on, for `count` rows of x from `m` on; columns[i] is column i.
+inline void write_columns(const Gemm& g, const float (*columns)[16], int64_t m, int64_t count, int64_t n) {
+    __m512 y[16];
+    for (int i = 0; i < 16; i++) y[i] = _mm512_load_ps(columns[i]);
     transpose(y);
     for (int64_t i = 0; i < count; i++) write(g, y[i], m + i, n);
 }
@@ -294,21 +325,128 @@ inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool bo
     }
 }
 
+// The same by tiles of AMX. With `fetch` the panel's successor is fetched meanwhile.
+inline void multiply_panel_by_tiles(const Panel& w, const bf16* x, int64_t steps, bool both, bool fetch,
+                                    float (*sums)[16][16]) {
+    int64_t row_bytes = w.stride * sizeof(bf16);
+    finish_stores();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < steps; s++) {
+        const bf16 *first = w.first + s * kLanes, *second = w.second + s * kLanes;
+        if (fetch)
+            for (int i = 0; i < 16; i++) {
+                _mm_prefetch((const char*)(first + (i + w.ahead) * w.stride), _MM_HINT_T0);
+                _mm_prefetch((const char*)(second + (i + w.ahead) * w.stride), _MM_HINT_T0);
+            }
+        _tile_loadd(4, first, row_bytes);
+        _tile_loadd(5, second, row_bytes);
+        _tile_loadd(6, x + s * 512, kTileBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (!both) continue;
+        _tile_loadd(7, x + (steps + s) * 512, kTileBytes);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], kTileBytes);
+    _tile_stored(1, sums[1], kTileBytes);
+    if (!both) return;
+    _tile_stored(2, sums[2], kTileBytes);
+    _tile_stored(3, sums[3], kTileBytes);
+}
+
+// Transposes two matrices of 16 x 16 bfloat16 numbers, one in the lower halves of the registers and one in the
+// upper ones.
+inline void transpose_halves(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi16(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi16(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi32(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi32(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + 2 * j] = _mm512_unpacklo_epi64(r[i + j], r[i + j + 4]);
+            t[i + 2 * j + 1] = _mm512_unpackhi_epi64(r[i + j], r[i + j + 4]);
+        }
+    __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for (int j = 0; j < 8; j++) {
+        r[j] = _mm512_permutex2var_epi64(t[j], even, t[j + 8]);
+        r[j + 8] = _mm512_permutex2var_epi64(t[j], odd, t[j + 8]);
+    }
+}
+
+// Narrows two matrices of 16 columns with 16 numbers each; rows[r] gets row r of `first`, then that of `second`.
+inline void narrow_rows(const float (*first)[16], const float (*second)[16], __m512i* rows) {
+    for (int i = 0; i < 16; i++)
+        rows[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(second[i]), _mm512_load_ps(first[i]));
+    transpose_halves(rows);
+}
+
+// Adds the bias to a block's sums.
+inline void add_bias(const Gemm& g, float (*sums)[16][16], int64_t n) {
+    for (int half = 0; half < 2; half++)
+        for (int64_t i = 0; i < 16 && n + 16 * half + i < g.size; i++) {
+            __m512 bias = widen(_mm256_set1_epi16((int16_t)g.bias[n + 16 * half + i]));
+            for (int rows = 0; rows < 4; rows += 2) {
+                float* at = sums[rows + half][i];
+                _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), bias));
+            }
+        }
+}
+
+// Writes a block's results in bfloat16; for `sums` see `multiply_panel`, for the others `block_by_panel`.
+inline void write_block(const Gemm& g, float (*sums)[16][16], int64_t m, int64_t count, int64_t n) {
+    if (g.bias) add_bias(g, sums, n);
+    bf16* out = (bf16*)g.out + m * g.size + n;
+    __mmask32 mask = first32(g.size - n);
+    __m512i rows[16];
+    for (int64_t first = 0; first < count; first += 16, sums += 2, out += 16 * g.size) {
+        narrow_rows(sums[0], sums[1], rows);
+        for (int64_t r = 0; r < std::min<int64_t>(16, count - first); r++)
+            _mm512_mask_storeu_epi16(out + r * g.size, mask, rows[r]);
+    }
+}
+
+// The same for gates and what they gate, whose products with the rows of x become sums[0] and sums[1].
+inline void write_gated_block(const Gemm& g, float (*sums)[16][16], int64_t m, int64_t count, int64_t n) {
+    for (int half = 0; 16 * half < count; half++)
+        for (int i = 0; i < 16; i++) {
+            __m512 gate = _mm512_load_ps(sums[2 * half][i]), up = _mm512_load_ps(sums[2 * half + 1][i]);
+            _mm512_store_ps(sums[half][i], _mm512_mul_ps(silu(gate), up));
+        }
+    bf16* out = (bf16*)g.out + m * g.size + n;
+    __mmask16 mask = first16(g.size - n);
+    __m512i rows[16];
+    narrow_rows(sums[0], sums[1], rows);
+    for (int64_t r = 0; r < std::min<int64_t>(16, count); r++)
+        _mm256_mask_storeu_epi16(out + r * g.size, mask, _mm512_castsi512_si256(rows[r]));
+    for (int64_t r = 16; r < count; r++)
+        _mm256_mask_storeu_epi16(out + r * g.size, mask, _mm512_extracti64x4_epi64(rows[r - 16], 1));
+}
+
 // Rows `m` to `m + count - 1` (count <= 32), which are packed at `x`, by a panel of columns from `n` on.
 inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t m, int64_t count,
-                           int64_t n) {
+                           int64_t n, bool fetch) {
     alignas(64) float sums[4][16][16];
-    multiply_panel(w, x, (g.depth + kLanes - 1) / kLanes, count > 16, sums);
+    int64_t steps = (g.depth + kLanes - 1) / kLanes;
+    if (g.tiles)
+        multiply_panel_by_tiles(w, x, steps, count > 16, fetch, sums);
+    else
+        multiply_panel(w, x, steps, count > 16, sums);
+    if (g.gated) return write_gated_block(g, sums, m, count, n);
+    if (!g.wide) return write_block(g, sums, m, count, n);
     for (int64_t half = 0; 16 * half < count; half++) {
-        __m512 y[16], z[16];
-        for (int i = 0; i < 16; i++) {
-            y[i] = _mm512_load_ps(sums[2 * half][i]);
-            z[i] = _mm512_load_ps(sums[2 * half + 1][i]);
-            if (g.gated) y[i] = _mm512_mul_ps(silu(y[i]), z[i]);
-        }
         int64_t rows = std::min<int64_t>(16, count - 16 * half);
-        write_columns(g, y, m + 16 * half, rows, n);
-        if (!g.gated && n + 16 < g.size) write_columns(g, z, m + 16 * half, rows, n + 16);
+        write_columns(g, sums[2 * half], m + 16 * half, rows, n);
+        if (n + 16 < g.size) write_columns(g, sums[2 * half + 1], m + 16 * half, rows, n + 16);
     }
 }
 
@@ -321,14 +459,15 @@ inline bf16* room(std::vector<bf16>& buffer, int64_t size) {
 // Each number of the weight is multiplied by 16 rows of x, which are packed first. It stays where it is.
 inline void gemm_by_panels(const Gemm& g) {
     int64_t steps = (g.depth + kLanes - 1) / kLanes, per = g.gated ? 16 : 32;
-    int64_t panels = (g.size + per - 1) / per;
+    int64_t panels = (g.size + per - 1) / per, at_once = rows_at_once(g.depth);
     static thread_local std::vector<bf16> columns;  // of the thread that calls; all share them
-    bf16* packed = room(columns, std::min(kRows, (g.rows + 15) / 16 * 16) * steps * kLanes);
+    bf16* packed = room(columns, std::min(at_once, (g.rows + 15) / 16 * 16) * steps * kLanes);
 #pragma omp parallel
     {
         std::vector<bf16> copy;
-        for (int64_t first = 0; first < g.rows; first += kRows) {
-            int64_t count = std::min(kRows, g.rows - first);
+        Tiles tiles(g.tiles);
+        for (int64_t first = 0; first < g.rows; first += at_once) {
+            int64_t count = std::min(at_once, g.rows - first);
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < count; i += 16) {
                 const bf16* rows[16];
@@ -343,7 +482,7 @@ inline void gemm_by_panels(const Gemm& g) {
                 Panel panel(g, n, copy);
                 for (int64_t m = from; m < std::min(from + 128, count); m += 32)
                     block_by_panel(g, panel, packed + m * steps * kLanes, first + m,
-                                   std::min<int64_t>(32, count - m), n);
+                                   std::min<int64_t>(32, count - m), n, m == 0);
             }
         }
     }
@@ -451,11 +590,11 @@ inline void gemm_of_few_rows(const Gemm& g) {
 
 }  // namespace
 
-// With `invariant` a row has the same bits in any batch.
+// With `invariant` a row has the same bits in any batch. `tiles`: this process may use AMX.
 extern "C" void gemm(const bf16* x, const bf16* w, const bf16* bias, void* out, int64_t rows, int64_t size,
-                     int64_t depth, int wide, int gated, int invariant) {
-    Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0};
-    if (rows >= kPackedRows)
+                     int64_t depth, int wide, int gated, int invariant, int tiles) {
+    Gemm g{x, w, bias, out, rows, size, depth, wide != 0, gated != 0, tiles != 0};
+    if (rows >= kPackedRows || (rows && invariant && tiles))
         gemm_by_panels(g);
     else if (rows && invariant)
         gemm_of_few_rows_invariant(g);
@@ -717,6 +856,40 @@ struct Tile {
     }
 };
 
+// The same for kTileRows * 8 rows by 32 columns with tiles of AMX, to the sums at `out` or to 0. Per 16 pairs,
+// rows of `b` are `b_stride` apart, and the next 16 pairs begin `b_step` later.
+inline void multiply_by_tiles(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
+                              int64_t b_step, int64_t pairs, bool add, float* out, int64_t out_stride) {
+    int64_t a_bytes = a_stride * sizeof(bf16), b_bytes = b_stride * sizeof(bf16),
+            out_bytes = out_stride * sizeof(float);
+    finish_stores();
+    if (add) {
+        _tile_loadd(0, out, out_bytes);
+        _tile_loadd(1, out + 16, out_bytes);
+        _tile_loadd(2, out + 16 * out_stride, out_bytes);
+        _tile_loadd(3, out + 16 * out_stride + 16, out_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t p = 0; p < pairs; p += 16, a += kLanes, b += b_step) {
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(5, a + 16 * a_stride, a_bytes);
+        _tile_loadd(6, b, b_bytes);
+        _tile_loadd(7, b + b_column, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + 16, out_bytes);
+    _tile_stored(2, out + 16 * out_stride, out_bytes);
+    _tile_stored(3, out + 16 * out_stride + 16, out_bytes);
+}
+
 // Packs up to 16 values of one head as rows of pairs: [8][dim][2], with zeros for missing values.
 inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64_t dim) {
     alignas(64) bf16 order[32];
@@ -734,6 +907,7 @@ inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64
 struct Heads {
     int64_t heads, dim;
     float scale;
+    bool tiles;
 };
 
 // Buffers of one thread for a block of queries of one head.
@@ -747,7 +921,7 @@ struct Block {
     // Queries `first_q` to `first_q + num_q - 1` of `head` attend; query i sees keys 0 to before + i.
     void attend(const bf16* query, int64_t q_stride, const bf16* k, const bf16* v, bf16* out, int64_t head,
                 int64_t first_q, int64_t num_q, int64_t before, const Heads& s) {
-        int64_t dim = s.dim, rows = (num_q + kTileRows - 1) / kTileRows * kTileRows;
+        int64_t dim = s.dim, at_once = s.tiles ? 32 : kTileRows, rows = (num_q + at_once - 1) / at_once * at_once;
         for (int64_t r = 0; r < rows; r++)
             memcpy(q.data() + r * dim, query + (first_q + std::min(r, num_q - 1)) * q_stride + head * dim,
                    dim * sizeof(bf16));
@@ -757,29 +931,50 @@ struct Block {
         int64_t end = before + first_q + num_q;  // the keys that the last query sees
         for (int64_t first = 0; first < end; first += kKeys) {
             int64_t num = std::min(kKeys, (end - first + 63) / 64 * 64);
-            for (int64_t j = 0; j < num; j += 64)
-                for (int64_t r = 0; r < rows; r += kTileRows) {
-                    Tile t;
-                    t.clear();
-                    t.multiply(q.data() + r * dim, dim, k + (first + j) * dim, 32, 16 * dim, dim / 2);
-                    t.store(scores.data() + r * kKeys + j, kKeys);
-                }
+            for (int64_t r = 0; r < rows; r += at_once) score(k + first * dim, r, num, s);
             for (int64_t r = 0; r < rows; r++)
                 soften(r, num, before + first_q + std::min(r, num_q - 1) + 1 - first, s);
-            for (int64_t d = 0; d < dim; d += 64)
-                for (int64_t r = 0; r < rows; r += kTileRows) {
-                    Tile t;
-                    t.load(sum.data() + r * dim + d, dim);
-                    t.multiply(weights.data() + r * kKeys, kKeys, v + first * dim + 2 * d, 2 * dim, 32,
-                               num / 2);
-                    t.store(sum.data() + r * dim + d, dim);
-                }
+            for (int64_t r = 0; r < rows; r += at_once) add_values(v + first * dim, r, num, s);
         }
         for (int64_t r = 0; r < num_q; r++)
             for (int64_t d = 0; d < dim; d += 16)
                 _mm256_storeu_si256((__m256i*)(out + ((first_q + r) * s.heads + head) * dim + d),
                                     narrow(_mm512_mul_ps(_mm512_loadu_ps(sum.data() + r * dim + d),
                                                          _mm512_set1_ps(1.0f / total[r]))));
+    }
+
+    // The scores of `num` keys, for a number of rows from `r` on: 32 with tiles, or else kTileRows.
+    void score(const bf16* k, int64_t r, int64_t num, const Heads& s) {
+        const bf16* rows = q.data() + r * s.dim;
+        float* to = scores.data() + r * kKeys;
+        if (s.tiles)
+            for (int64_t j = 0; j < num; j += 32)
+                multiply_by_tiles(rows, s.dim, k + j * s.dim, 32, 16 * s.dim, 16 * 32, s.dim / 2, false, to + j,
+                                  kKeys);
+        else
+            for (int64_t j = 0; j < num; j += 64) {
+                Tile t;
+                t.clear();
+                t.multiply(rows, s.dim, k + j * s.dim, 32, 16 * s.dim, s.dim / 2);
+                t.store(to + j, kKeys);
+            }
+    }
+
+    // Adds the weighted values of `num` keys, for as many rows from `r` on.
+    void add_values(const bf16* v, int64_t r, int64_t num, const Heads& s) {
+        const bf16* rows = weights.data() + r * kKeys;
+        float* to = sum.data() + r * s.dim;
+        if (s.tiles)
+            for (int64_t d = 0; d < s.dim; d += 32)
+                multiply_by_tiles(rows, kKeys, v + 2 * d, 2 * s.dim, 32, 32 * s.dim, num / 2, true, to + d,
+                                  s.dim);
+        else
+            for (int64_t d = 0; d < s.dim; d += 64) {
+                Tile t;
+                t.load(to + d, s.dim);
+                t.multiply(rows, kKeys, v + 2 * d, 2 * s.dim, 32, num / 2);
+                t.store(to + d, s.dim);
+            }
     }
 
     // One row's weights of `num` more keys, of which the first `visible` count; shrinks its sum if the
@@ -817,19 +1012,21 @@ struct Block {
 
 // Sequences `first` to `last - 1`: the tokens of sequence i are q_starts[i] to q_starts[i + 1] - 1, the last
 // ones of its kv_lens[i] tokens. A query's bits depend on its own sequence up to its own token alone, as long
-// as the values of later tokens are finite: these have weights of 0. dim is a multiple of 64.
+// as the values of later tokens are finite: these have weights of 0. dim is a multiple of 64. `tiles`: this
+// process may use AMX.
 extern "C" void prefill_attention(const bf16* query, int64_t q_stride, const bf16* keys, const bf16* values,
                                   const int32_t* table, int64_t table_stride, const int64_t* slots,
                                   const int32_t* q_starts, const int32_t* kv_lens, bf16* out, int64_t first,
                                   int64_t last, int64_t heads, int64_t kv_heads, int64_t dim,
-                                  int64_t page_size, int64_t page_rows, float scale) {
-    Heads sizes{heads, dim, scale};
+                                  int64_t page_size, int64_t page_rows, float scale, int tiles) {
+    Heads sizes{heads, dim, scale, tiles != 0};
     int64_t width = kv_heads * dim, longest = 0;
     for (int64_t i = first; i < last; i++) longest = std::max<int64_t>(longest, (kv_lens[i] + 63) / 64 * 64);
     std::unique_ptr<bf16[]> packed_keys(new bf16[longest * width]), packed_values(new bf16[longest * width]);
 #pragma omp parallel
     {
         Block block(dim);
+        Tiles session(sizes.tiles);
         for (int64_t i = first; i < last; i++) {
             int64_t kv_len = kv_lens[i], padded = (kv_len + 63) / 64 * 64,
                     blind = std::max<int64_t>(0, q_starts[i + 1] - q_starts[i] - kv_len);

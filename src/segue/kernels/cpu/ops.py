@@ -6,7 +6,6 @@ Rows are contiguous. All sums are in float32. But for GEMMs, a row gets the same
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,10 +13,6 @@ import torch
 from torch import Tensor
 
 from segue.kernels.cpu.build import kernels
-
-# Rows up to which `gemm` is as fast as oneDNN's product with a packed weight, or faster. Tiles of AMX, which
-# oneDNN uses, are worth it from fewer rows.
-MAX_ROWS = 16 if torch.cpu._is_amx_tile_supported() else math.inf
 
 
 def usable(x: Tensor) -> bool:
@@ -71,6 +66,7 @@ def _gemm(
         dtype == torch.float32,
         gated,
         invariant,
+        kernels().tiles,
     )
     return out
 
