@@ -44,15 +44,6 @@ def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 4096)])
-@pytest.mark.parametrize("start", [0, 128])
-def test_embed(rows, size, start, dtype) -> None:
-    weight = normal(200, size, dtype=dtype)
-    ids = torch.arange(rows, device="cuda") * 101 % 400
-    assert torch.equal(embed(ids, weight, start).cpu(), embed(ids.cpu(), weight.cpu(), start))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 3072)])
 def test_silu_mul(rows, size, splits, dtype) -> None:
@@ -144,17 +135,23 @@ def test_gemm(rows, tma, splits, biased) -> None:
     torch.testing.assert_close(result.double(), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_gather_inputs() -> None:
-    from segue.kernels.triton.step_inputs import gather_inputs
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 24), (1, 1024), (5, 1536), (180, 4096)])
+@pytest.mark.parametrize("vocab_start", [0, 128])
+def test_embed_inputs(num_tokens, size, vocab_start, dtype) -> None:
+    from segue.kernels.triton.step_inputs import embed_inputs
 
-    pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
+    pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300) * 101 % 400
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
     table[4] += 2**30  # so that a token row takes more than 32 bits
-    rows = torch.tensor([0, 4, 2] * 60, dtype=torch.int32, device="cuda")
-    positions = torch.arange(180, dtype=torch.int32, device="cuda")
-    ids, slot_mapping = gather_inputs(rows, positions, pool, table, page_size=16, page_rows=16 * 6)
-    at = rows.long(), positions.long()
-    assert torch.equal(ids, pool[at].long())
+    slots = torch.tensor([4, 0, 2] * 60, dtype=torch.int32, device="cuda")[:num_tokens]
+    positions = torch.arange(180, dtype=torch.int32, device="cuda").flip(0)[:num_tokens]
+    weight = normal(200, size, dtype=dtype)  # of a shard: there are ids before it and behind it
+    embeddings, slot_mapping = embed_inputs(
+        slots, positions, pool, table, weight, vocab_start, page_size=16, page_rows=16 * 6
+    )
+    at = slots.long(), positions.long()
+    assert torch.equal(embeddings, embed(pool[at].long(), weight, vocab_start))
     pages = table[at[0], at[1] // 16].long()
     assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
 

@@ -78,7 +78,13 @@ class CUDAExecutor(StepExecutor):
         elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
             self._captured_modes = ()
         self._inputs = DeviceInputs(
-            state, self.kv, self.backend, max_tokens=self.chunk + max_rows, max_slots=max_rows
+            state,
+            self.kv,
+            self.backend,
+            model.embed,
+            vocab_start=model.shard.vocab_start,
+            max_tokens=self.chunk + max_rows,
+            max_slots=max_rows,
         )
         weight = model.embed.weight
         # The hidden states of the tokens that sample.

@@ -310,7 +310,7 @@ class Decoder(Layer):
         They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None.
         """
         ctx.backend.prepare(ctx)
-        x = self._embed(ctx.input_ids)
+        x = self._embed(ctx)
         angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
@@ -320,12 +320,14 @@ class Decoder(Layer):
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, ctx: Context) -> Tensor:
         """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0."""
-        weight = self.embed.weight
-        if self.shard.tp.size == 1 and not ids.is_cuda:
-            return F.embedding(ids, weight)
-        return embed(ids, weight, self.shard.vocab_start)
+        if ctx.input_embeds is not None:
+            return ctx.input_embeds
+        assert ctx.input_ids is not None, "a context has the one or the other"
+        if self.shard.tp.size == 1:
+            return F.embedding(ctx.input_ids, self.embed.weight)
+        return embed(ctx.input_ids, self.embed.weight, self.shard.vocab_start)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""
