@@ -394,6 +394,48 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     assert filtered.sum() > 50 and (drawn != plain).sum() > 10
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_a_row_gets_the_same_bits_beside_any_others(has_masks) -> None:
+    """Rows of all kinds, alone and together; rows without a filter also where no filters are given."""
+    from segue.kernels.triton.sampling import log_sum_exp, sample_plain
+
+    count, vocab = 24, 151936
+    index, each = torch.arange(count, dtype=torch.int32, device="cuda"), torch.arange(count, device="cuda")
+    raw = normal(count, vocab) * 3
+    top_k = torch.where(each % 4 == 1, 20, 0)
+    top_p = torch.where(each % 4 == 2, 0.8, 1.0)
+    min_p = torch.where(each % 4 == 3, 0.05, 0.0)
+    columns: dict[str, Any] = {"inverse_temperatures": torch.where(each % 3 == 0, 0.0, 1.3), "seeds": each}
+    columns |= {"num_top": torch.where(each % 5 == 4, -1, 0)}
+    if has_masks:
+        words = torch.randint(-(2**31), 2**31, (count, (vocab + 31) // 32), dtype=torch.int32)
+        columns["masks"] = words.cuda(), each % 2
+
+    def sample(rows: torch.Tensor, filters: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ring = torch.full((1, count), -7, dtype=torch.int32, device="cuda")
+        logprobs = torch.ones((1, count), device="cuda")
+        pool = torch.zeros((count, count), dtype=torch.int32, device="cuda")
+        sample_plain(
+            raw[rows.long()], rows, rows, **columns, filters=filters, token_pool=pool, ring=ring,
+            logprob_ring=logprobs, ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        )  # fmt: skip
+        at = rows.long()
+        assert torch.equal(pool[at, at], ring[0, : len(rows)])
+        return ring[0, : len(rows)].long(), logprobs[0, : len(rows)]
+
+    filters = top_k, top_p, min_p
+    tokens, logprobs = sample(index, filters)
+    for row in range(count):
+        alone = sample(index[row : row + 1], filters)
+        assert torch.equal(alone[0], tokens[row : row + 1]) and torch.equal(alone[1], logprobs[row : row + 1])
+    unfiltered = sample(index, None)
+    same = (each % 4 == 0) | (each % 3 == 0)
+    assert torch.equal(unfiltered[0][same], tokens[same]) and torch.equal(unfiltered[1][same], logprobs[same])
+    assert not torch.equal(unfiltered[0], tokens)
+    full = raw.gather(1, tokens[:, None]).squeeze(1) - log_sum_exp(raw)
+    assert torch.equal(logprobs, torch.where(columns["num_top"] >= 0, full, 1.0))
+
+
 def test_scattered_values_of_32_and_64_bits() -> None:
     from segue.model_runner.batch_state import CUDAWriter
 

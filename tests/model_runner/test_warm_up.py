@@ -46,7 +46,7 @@ OF_STEPS = {
     *("gate_up_silu._gate_up_silu", "gate_up_silu._silu_mul", "norm._add_rms_norm"),
     *("norm._qk_norm_rope_store", "all_reduce._add_rms_norm", "step_inputs._embed_inputs"),
     *("step_inputs._list_pages", "step_inputs._scatter", "sampling._choose_block"),
-    *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
+    *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
     *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
