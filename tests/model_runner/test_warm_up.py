@@ -287,6 +287,26 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
     assert names == OF_STEPS
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.float16}, fake.EXPERTS], ids=["Qwen3", "float16", "MoE"]
+)
+def test_a_step_of_one_token_has_four_kernels_around_its_layers(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Each kernel takes 2 µs or more, however little it does."""
+    from triton.runtime.jit import JITFunction
+
+    model, launched = FakeModel(**options, rows=8, chunk=16), list[str]()
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    with torch.inference_mode():
+        model.executor._run_decode(1)
+    assert launched[:3] == ["_embed_inputs", "_gemv", "_attend_token"]
+    assert launched[-3:] == ["_gemv", "_choose_block", "_choose_token"]
+    if not options.get("num_experts"):
+        layer = ["_gemv", "_attend_token", "_gemv", "_gemv", "_gemv"]
+        assert launched[1:-3] == layer * model.config.num_layers
+
+
 @pytest.mark.parametrize(("heads", "dim"), [(64, 64), (64, 128), (33, 128)])
 def test_attention_of_one_token_is_for_groups_that_fit_the_registers(
     fake_cuda: None, monkeypatch: pytest.MonkeyPatch, heads: int, dim: int

@@ -304,10 +304,11 @@ class Decoder(Layer):
         with torch.device("cpu"):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
 
-    def forward(self, ctx: Context) -> Tensor:
+    def forward(self, ctx: Context, *, reader: Linear | None = None) -> Activations:
         """Run a step and return hidden states after the last norm, equal on every rank.
 
-        They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None.
+        They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None. With a
+        `reader`, the layer that alone reads them, the norm may be left to it; see `RMSNorm`.
         """
         ctx.backend.prepare(ctx)
         x = self._embed(ctx)
@@ -317,7 +318,7 @@ class Decoder(Layer):
         for layer in layers:
             x, residual = layer(x, residual, angles, ctx)
         x, residual = last(x, residual, angles, ctx, ctx.logits_indices)
-        hidden: Tensor = self.norm(x, residual)[0]
+        hidden: Activations = self.norm(x, residual, reader=reader)[0]
         return hidden
 
     def _embed(self, ctx: Context) -> Tensor:
