@@ -226,10 +226,8 @@ def _small(device: DeviceFacts) -> None:
                 head_dim=dim,
             )
         gate_up_silu.silu_mul(_bf16(rows, 2 * size), torch.bfloat16)
-        step_inputs.embed(torch.zeros(rows, dtype=torch.int64), _bf16(100, size), 0)
-        step_inputs.gather_inputs(
-            _int32(rows), _int32(rows), _int32(8, 64), _int32(8, 4), page_size=64, page_rows=128
-        )
+        tokens, tables = (_int32(rows), _int32(rows)), (_int32(8, 64), _int32(8, 4))
+        step_inputs.embed_inputs(*tokens, *tables, _bf16(100, size), 0, page_size=64, page_rows=128)
     if device.has_tma:  # other devices never take it
         gate_up_silu.run_large_m(_bf16(4096, 1024), _bf16(6144, 1024))
     step_inputs.scatter(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), 8)

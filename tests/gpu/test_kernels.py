@@ -44,15 +44,6 @@ def test_add_rms_norm(rows, size, splits, adds, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 4096)])
-@pytest.mark.parametrize("start", [0, 128])
-def test_embed(rows, size, start, dtype) -> None:
-    weight = normal(200, size, dtype=dtype)
-    ids = torch.arange(rows, device="cuda") * 101 % 400
-    assert torch.equal(embed(ids, weight, start).cpu(), embed(ids.cpu(), weight.cpu(), start))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("rows", "size"), [(1, 24), (5, 1536), (33, 3072)])
 def test_silu_mul(rows, size, splits, dtype) -> None:
@@ -144,17 +135,23 @@ def test_gemm(rows, tma, splits, biased) -> None:
     torch.testing.assert_close(result.double(), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_gather_inputs() -> None:
-    from segue.kernels.triton.step_inputs import gather_inputs
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 24), (1, 1024), (5, 1536), (180, 4096)])
+@pytest.mark.parametrize("vocab_start", [0, 128])
+def test_embed_inputs(num_tokens, size, vocab_start, dtype) -> None:
+    from segue.kernels.triton.step_inputs import embed_inputs
 
-    pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300)
+    pool = torch.arange(5 * 300, dtype=torch.int32, device="cuda").view(5, 300) * 101 % 400
     table = torch.arange(5 * 32, dtype=torch.int32, device="cuda").view(5, 32) * 7
     table[4] += 2**30  # so that a token row takes more than 32 bits
-    rows = torch.tensor([0, 4, 2] * 60, dtype=torch.int32, device="cuda")
-    positions = torch.arange(180, dtype=torch.int32, device="cuda")
-    ids, slot_mapping = gather_inputs(rows, positions, pool, table, page_size=16, page_rows=16 * 6)
-    at = rows.long(), positions.long()
-    assert torch.equal(ids, pool[at].long())
+    slots = torch.tensor([4, 0, 2] * 60, dtype=torch.int32, device="cuda")[:num_tokens]
+    positions = torch.arange(180, dtype=torch.int32, device="cuda").flip(0)[:num_tokens]
+    weight = normal(200, size, dtype=dtype)  # of a shard: there are ids before it and behind it
+    embeddings, slot_mapping = embed_inputs(
+        slots, positions, pool, table, weight, vocab_start, page_size=16, page_rows=16 * 6
+    )
+    at = slots.long(), positions.long()
+    assert torch.equal(embeddings, embed(pool[at].long(), weight, vocab_start))
     pages = table[at[0], at[1] // 16].long()
     assert torch.equal(slot_mapping, pages * 96 + at[1] % 16)
 
@@ -395,6 +392,48 @@ def test_filtered_draws_agree_with_the_cpu(vocab) -> None:
     # Sums that round differently may include or exclude a token at the threshold of top-p.
     assert (drawn != expected).sum() <= 1
     assert filtered.sum() > 50 and (drawn != plain).sum() > 10
+
+
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_a_row_gets_the_same_bits_beside_any_others(has_masks) -> None:
+    """Rows of all kinds, alone and together; rows without a filter also where no filters are given."""
+    from segue.kernels.triton.sampling import log_sum_exp, sample_plain
+
+    count, vocab = 24, 151936
+    index, each = torch.arange(count, dtype=torch.int32, device="cuda"), torch.arange(count, device="cuda")
+    raw = normal(count, vocab) * 3
+    top_k = torch.where(each % 4 == 1, 20, 0)
+    top_p = torch.where(each % 4 == 2, 0.8, 1.0)
+    min_p = torch.where(each % 4 == 3, 0.05, 0.0)
+    columns: dict[str, Any] = {"inverse_temperatures": torch.where(each % 3 == 0, 0.0, 1.3), "seeds": each}
+    columns |= {"num_top": torch.where(each % 5 == 4, -1, 0)}
+    if has_masks:
+        words = torch.randint(-(2**31), 2**31, (count, (vocab + 31) // 32), dtype=torch.int32)
+        columns["masks"] = words.cuda(), each % 2
+
+    def sample(rows: torch.Tensor, filters: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ring = torch.full((1, count), -7, dtype=torch.int32, device="cuda")
+        logprobs = torch.ones((1, count), device="cuda")
+        pool = torch.zeros((count, count), dtype=torch.int32, device="cuda")
+        sample_plain(
+            raw[rows.long()], rows, rows, **columns, filters=filters, token_pool=pool, ring=ring,
+            logprob_ring=logprobs, ring_index=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        )  # fmt: skip
+        at = rows.long()
+        assert torch.equal(pool[at, at], ring[0, : len(rows)])
+        return ring[0, : len(rows)].long(), logprobs[0, : len(rows)]
+
+    filters = top_k, top_p, min_p
+    tokens, logprobs = sample(index, filters)
+    for row in range(count):
+        alone = sample(index[row : row + 1], filters)
+        assert torch.equal(alone[0], tokens[row : row + 1]) and torch.equal(alone[1], logprobs[row : row + 1])
+    unfiltered = sample(index, None)
+    same = (each % 4 == 0) | (each % 3 == 0)
+    assert torch.equal(unfiltered[0][same], tokens[same]) and torch.equal(unfiltered[1][same], logprobs[same])
+    assert not torch.equal(unfiltered[0], tokens)
+    full = raw.gather(1, tokens[:, None]).squeeze(1) - log_sum_exp(raw)
+    assert torch.equal(logprobs, torch.where(columns["num_top"] >= 0, full, 1.0))
 
 
 def test_scattered_values_of_32_and_64_bits() -> None:

@@ -26,7 +26,17 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("block", [None, 0, 16, 128])
 @pytest.mark.parametrize(
     ("size", "depth"),
-    [(64, 48), (64, 96), (6144, 1024), (1000, 2560), (9000, 2560), (514, 9728), (2000, 14336), (30, 17408)],
+    [
+        (64, 48),
+        (64, 96),
+        (6144, 1024),
+        (151936, 1024),
+        (1000, 2560),
+        (9000, 2560),
+        (514, 9728),
+        (2000, 14336),
+        (30, 17408),
+    ],
 )
 def test_gemv(size, depth, block, normed, gated, dtype) -> None:
     from segue.kernels.triton.gemv import gemv

@@ -92,10 +92,10 @@ def sample_plain(
     state["logprob_ring"][ring_index, : len(tokens)] = chosen
 
 
-def gather_inputs(inputs: Any, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def embed_inputs(inputs: Any, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     slots, table = token_slots.long(), inputs._state.page_table
     rows = inputs._kv.token_rows(table.kv_slots(slots, positions.long()))
-    return inputs._state.token_pool[slots, positions.long()].long(), rows
+    return inputs._embedding(inputs._state.token_pool[slots, positions.long()].long()), rows
 
 
 def replay(captured: Any, size: Any, rows: int) -> None:
@@ -121,7 +121,7 @@ def cuda_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: silent)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs.Graphs, "replay", replay)
-    monkeypatch.setattr(static_inputs.DeviceInputs, "_gather_inputs", gather_inputs)
+    monkeypatch.setattr(static_inputs.DeviceInputs, "_embed_inputs", embed_inputs)
     before = sys.modules.pop(NAME, None)
     yield importlib.import_module(NAME)
     del sys.modules[NAME], segue.model_runner.cuda_executor  # type: ignore[attr-defined]

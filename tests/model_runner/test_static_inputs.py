@@ -47,8 +47,10 @@ def make_inputs(max_rows: int, chunk: int) -> DeviceInputs:
     table = SimpleNamespace(dummy_slot=max_rows, data=None)
     state: Any = SimpleNamespace(device=torch.device("cpu"), page_table=table)
     backend: Any = GridBackend()
-    inputs = DeviceInputs(state, None, backend, max_tokens=chunk + max_rows, max_slots=max_rows)  # type: ignore[arg-type]
-    inputs._gather_inputs = lambda token_slots, positions: (token_slots, positions)  # type: ignore[method-assign]
+    sizes = {"max_tokens": chunk + max_rows, "max_slots": max_rows}
+    inputs = DeviceInputs(state, None, backend, None, vocab_start=0, **sizes)  # type: ignore[arg-type]
+    # The slots stand for the embeddings.
+    inputs._embed_inputs = lambda token_slots, positions: (token_slots, positions)  # type: ignore[method-assign]
     return inputs
 
 
@@ -105,7 +107,10 @@ def test_any_step_is_laid_out_with_its_padding_after_any_other_step(max_rows: in
         ]
         positions = [start + i for start, n in zip(plan.starts, plan.lens, strict=True) for i in range(n)]
         known = len(plan.slots)
-        assert context.input_ids.tolist() == token_slots + [max_rows] * padding
+        assert (
+            context.input_embeds is not None
+            and context.input_embeds.tolist() == token_slots + [max_rows] * padding
+        )
         assert context.positions.tolist() == positions + [0] * padding
         assert context.slots_device.tolist() == plan.slots + [max_rows] * (max_rows + 1 - known)
         assert context.kv_lens_device.tolist() == kv_lens + [1] * (max_rows + 1 - known)
@@ -172,7 +177,9 @@ def test_prompts_in_the_grid_are_padded_at_the_front_after_any_other_step(
             token_slots += [8] * (length - n) + [slot] * n
             positions += [0] * (length - n) + list(range(start, start + n))
         missing = num_prompts - count
-        assert context.input_ids.tolist() == token_slots + [8] * (missing * length)
+        assert context.input_embeds is not None and context.input_embeds.tolist() == token_slots + [8] * (
+            missing * length
+        )
         assert context.positions.tolist() == positions + [0] * (missing * length)
         assert context.slots_device.tolist() == slots + [8] * missing
         assert context.kv_lens_device.tolist() == kv_lens + [1] * missing

@@ -44,10 +44,9 @@ SOURCE = Path(segue.__file__).parent
 OF_STEPS = {
     *("attention.attend", "attention.decode", "attention.plan_decode", "gemm._gemm"),
     *("gate_up_silu._gate_up_silu", "gate_up_silu._silu_mul", "norm._add_rms_norm"),
-    *("norm._qk_norm_rope_store", "all_reduce._add_rms_norm", "step_inputs._embed"),
-    *("step_inputs._gather_inputs", "step_inputs._list_pages", "step_inputs._scatter"),
-    "sampling._choose_block",
-    *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row", "top_k_top_p.draw_filtered"),
+    *("norm._qk_norm_rope_store", "all_reduce._add_rms_norm", "step_inputs._embed_inputs"),
+    *("step_inputs._list_pages", "step_inputs._scatter", "sampling._choose_block"),
+    *("sampling._choose_token", "sampling._sum_chunk", "sampling._sum_row"),
     *("moe_gemm.down_by_token", "moe_gemm.gate_up_by_pair", "moe_gemm.gemm_by_tile", "moe_gemm.sum_pairs"),
     *("moe_routing._count", "moe_routing._route", "moe_routing._sort"),
     *("fp8_gemm._fp8_gemm", "fp8_tokens._quantize_tokens", "fp8_tokens._block_gemm"),
@@ -60,6 +59,14 @@ OF_OTHERS = {
     "grouped_copy._find_non_finite": "memory.tensor_ops.warm_up",
     "page_slices._copy_slices": "disagg.transports.cuda_ipc.warm_up",
 }
+
+
+def embed_inputs(numbers: torch.Tensor, pool: torch.Tensor) -> None:
+    """Launch a small kernel."""
+    from segue.kernels.triton import step_inputs
+
+    weight = torch.ones(9, 64)
+    step_inputs.embed_inputs(numbers, numbers, pool, pool, weight, 0, page_size=4, page_rows=8)
 
 
 def limits(**changes: int) -> EngineLimits:
@@ -280,6 +287,26 @@ def test_together_the_models_launch_every_kernel(fake_cuda: None, monkeypatch: p
     assert names == OF_STEPS
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.float16}, fake.EXPERTS], ids=["Qwen3", "float16", "MoE"]
+)
+def test_a_step_of_one_token_has_four_kernels_around_its_layers(
+    fake_cuda: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Each kernel takes 2 µs or more, however little it does."""
+    from triton.runtime.jit import JITFunction
+
+    model, launched = FakeModel(**options, rows=8, chunk=16), list[str]()
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    with torch.inference_mode():
+        model.executor._run_decode(1)
+    assert launched[:3] == ["_embed_inputs", "_gemv", "_attend_token"]
+    assert launched[-3:] == ["_gemv", "_choose_block", "_choose_token"]
+    if not options.get("num_experts"):
+        layer = ["_gemv", "_attend_token", "_gemv", "_gemv", "_gemv"]
+        assert launched[1:-3] == layer * model.config.num_layers
+
+
 @pytest.mark.parametrize(("heads", "dim"), [(64, 64), (64, 128), (33, 128)])
 def test_attention_of_one_token_is_for_groups_that_fit_the_registers(
     fake_cuda: None, monkeypatch: pytest.MonkeyPatch, heads: int, dim: int
@@ -305,23 +332,22 @@ def test_kernels_are_compiled_and_not_launched(
     from triton.compiler import CompiledKernel
 
     from segue.kernels.compilations import compiled_together
-    from segue.kernels.triton.step_inputs import gather_inputs
+    from segue.kernels.triton.step_inputs import embed_inputs
 
     loaded: list[str] = []
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     numbers = torch.ones(9, dtype=torch.int32)
-    pool = torch.ones((2, 16), dtype=torch.int32)
+    pool, weight = torch.ones((2, 16), dtype=torch.int32), torch.ones(9, 64)
     for expected in ((2, 0), (0, 0)):  # then both variants are there
         with compiled_together(torch.device("cpu"), 1, lambda *counts: told.append(counts)) as found:
             for count in (1, 9, 2):
-                ids, rows = gather_inputs(
-                    numbers[:count], numbers[:count], pool, pool, page_size=4, page_rows=8
-                )
-                assert ids.tolist() == rows.tolist() == [0] * count
+                of_count = numbers[:count], numbers[:count]
+                found_embeds, rows = embed_inputs(*of_count, pool, pool, weight, 0, page_size=4, page_rows=8)
+                assert found_embeds.tolist() == [[0.0] * 64] * count and rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
-    assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
+    assert loaded == ["_embed_inputs"] * 2 and told == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("has_code_per_kernel", [True, False])
@@ -356,12 +382,12 @@ def test_a_process_compiles_what_the_cache_on_disk_lacks(
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
     for expected in ((1, 0), (0, 1)):
-        step_inputs._gather_inputs.device_caches.clear()
+        step_inputs._embed_inputs.device_caches.clear()
         with compilations.compiled_together(torch.device("cpu")) as found:
-            step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+            embed_inputs(numbers, pool)
         assert (found.compiled, found.loaded) == expected
-    assert [job.name for job in jobs] == ["_gather_inputs"] and len(launchers) == has_code_per_kernel
-    step_inputs._gather_inputs.device_caches.clear()
+    assert [job.name for job in jobs] == ["_embed_inputs"] and len(launchers) == has_code_per_kernel
+    step_inputs._embed_inputs.device_caches.clear()
 
 
 def test_a_lean_launch_is_triton_s_launch_without_hooks(
@@ -388,7 +414,7 @@ def test_a_lean_launch_is_triton_s_launch_without_hooks(
 
     def run() -> list[tuple[Any, ...]]:
         launches.clear()
-        step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+        embed_inputs(numbers, pool)
         norm.add_rms_norm(x, x, weight, 1e-6)
         return [*launches]
 
@@ -409,7 +435,7 @@ def test_a_lean_launch_is_triton_s_launch_without_hooks(
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [told.append])
     with lean_launches():
         assert run()[0][7] is knobs.runtime.launch_enter_hook
-    for kernel in (step_inputs._gather_inputs, norm._add_rms_norm):
+    for kernel in (step_inputs._embed_inputs, norm._add_rms_norm):
         kernel.device_caches.clear()
 
 
@@ -463,16 +489,16 @@ def test_the_search_knows_which_kernels_there_was_no_time_to_compile(
 
     def run(plan: str | None, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         numbers, pool = inputs
-        step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+        embed_inputs(numbers, pool)
 
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
     task: Any = SimpleNamespace(plans=["plan"], inputs=lambda: (numbers, pool), run=run)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for deadline, is_late in ((0.0, True), (math.inf, False)):
-        step_inputs._gather_inputs.device_caches.clear()
+        step_inputs._embed_inputs.device_caches.clear()
         [[[kernel]]] = plan_timing._compile([task], deadline)
         assert (plan_timing._is_late(kernel), plan_timing._is_compiled(kernel)) == (is_late, not is_late)
-    step_inputs._gather_inputs.device_caches.clear()
+    step_inputs._embed_inputs.device_caches.clear()
 
 
 @pytest.mark.parametrize("kind", ["split", "whole", "gated"])
@@ -529,13 +555,13 @@ def test_a_kernel_is_made_ready_for_the_compiler_once(
     )
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: None)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    step_inputs._gather_inputs.device_caches.clear()
+    step_inputs._embed_inputs.device_caches.clear()
     numbers, pool = torch.ones(9, dtype=torch.int32), torch.ones((2, 16), dtype=torch.int32)
     with compilations.compiled_together(torch.device("cpu")):
         for _ in range(5):
-            step_inputs.gather_inputs(numbers, numbers, pool, pool, page_size=4, page_rows=8)
+            embed_inputs(numbers, pool)
     assert len(asked) == 1
-    step_inputs._gather_inputs.device_caches.clear()
+    step_inputs._embed_inputs.device_caches.clear()
 
 
 def test_pages_of_any_pool_are_copied_by_kernels_that_are_there(

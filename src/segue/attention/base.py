@@ -36,7 +36,7 @@ class Context:
     captured step can be replayed with new values at the same addresses.
     """
 
-    input_ids: Tensor  # int64 [T]
+    input_ids: Tensor | None  # int64 [T]; None where there are `input_embeds`
     positions: Tensor  # int64, or int32 on CUDA, [T], each token's index in its sequence
     slot_mapping: Tensor  # int64 [T], the pool's token row for each K and V; padding: in the scratch page
     logits_indices: Tensor | None  # int [L], the tokens whose hidden states the model returns; None: all
@@ -52,6 +52,7 @@ class Context:
     q_lens: Sequence[int] = ()  # S numbers of tokens in this step
     kv_lens: Sequence[int] = ()  # S numbers of tokens in the cache, including this step's
     # Fields of steps of the runner on CUDA, captured or not:
+    input_embeds: Tensor | None = None  # [T, hidden], 0 for ids of other ranks' shards
     num_decode_device: Tensor | None = None  # int32 [1]; num_decode is its upper bound
     blocks: Tensor | None = None  # the backend's blocks of the sequences after the decode rows
     num_tokens: Tensor | None = None  # int32 [1], tokens without the padding at the end; None: unknown

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from segue.attention.base import PagedBackend
+from segue.kernels.activations import Activations
 from segue.kernels.compilations import Compilations, compiled_together
 from segue.kernels.triton.all_reduce import OneShotAllReduce
 from segue.kernels.triton.sampling import VocabShard, sample_plain
@@ -78,7 +79,13 @@ class CUDAExecutor(StepExecutor):
         elif collectives.tp.size > 1:  # no rank has the candidates of the others: rank 0 samples
             self._captured_modes = ()
         self._inputs = DeviceInputs(
-            state, self.kv, self.backend, max_tokens=self.chunk + max_rows, max_slots=max_rows
+            state,
+            self.kv,
+            self.backend,
+            model.embed,
+            vocab_start=model.shard.vocab_start,
+            max_tokens=self.chunk + max_rows,
+            max_slots=max_rows,
         )
         weight = model.embed.weight
         # The hidden states of the tokens that sample.
@@ -331,7 +338,7 @@ class CUDAExecutor(StepExecutor):
 
     def _run_decode(self, size: int) -> None:
         """Run a decode step of `size` rows, from token ids to sampled tokens: a decode graph's content."""
-        hidden = self.model(self._inputs.decode_context(size))
+        hidden = self.model(self._inputs.decode_context(size), reader=self.model.lm_head)
         self._sample_plain(hidden, *self._inputs.decode_slots(size))
 
     def _run_guided(self, size: int) -> None:
@@ -348,7 +355,11 @@ class CUDAExecutor(StepExecutor):
         self._run_sampling(size, self.sampler.masks)
 
     def _sample_plain(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, masks: tuple[Tensor, Tensor] | None = None
+        self,
+        hidden: Activations,
+        slots: Tensor,
+        positions: Tensor,
+        masks: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Compute the logits of `hidden` and sample a token per row, into the token pool and the ring.
 

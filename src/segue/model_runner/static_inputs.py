@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from segue.attention.base import Context, GridMetadata, PagedBackend, StepLengths, query_blocks
 from segue.kvcache.pool import KVPool
@@ -68,12 +68,25 @@ class DeviceInputs:
     """
 
     def __init__(
-        self, state: BatchState, kv: KVPool, backend: PagedBackend, *, max_tokens: int, max_slots: int
+        self,
+        state: BatchState,
+        kv: KVPool,
+        backend: PagedBackend,
+        embedding: nn.Embedding,
+        *,
+        vocab_start: int,
+        max_tokens: int,
+        max_slots: int,
     ) -> None:
-        """Allocate the buffers for steps of up to `max_tokens` tokens and `max_slots` sequences."""
+        """Allocate the buffers for steps of up to `max_tokens` tokens and `max_slots` sequences.
+
+        `embedding` has this rank's shard of the embeddings, from the id `vocab_start` on.
+        """
         self._state = state
         self._kv = kv
         self._backend = backend
+        self._embedding = embedding
+        self._vocab_start = vocab_start
         self._dummy = state.page_table.dummy_slot
         # Three counts; then slots, positions and indices of the tokens that sample.
         self._header_sizes = 3, max_slots, max_slots, max_slots
@@ -270,10 +283,11 @@ class DeviceInputs:
     def _context(
         self, token_slots: Tensor, positions: Tensor, *, logits_indices: Tensor | None = None, **fields: Any
     ) -> Context:
-        """Return a context of the given tensors, with the token ids and the KV rows that follow from them."""
-        ids, slot_mapping = self._gather_inputs(token_slots, positions)
+        """Return a context of the given tensors, with the embeddings and KV rows that follow from them."""
+        embeddings, slot_mapping = self._embed_inputs(token_slots, positions)
         return Context(
-            input_ids=ids,
+            input_ids=None,
+            input_embeds=embeddings,
             positions=positions,
             slot_mapping=slot_mapping,
             logits_indices=logits_indices,
@@ -288,19 +302,21 @@ class DeviceInputs:
         """Return the slots, positions and lengths of a decode step of `size` slots."""
         return _split(buffer[self._header_size :], (size,) * 3)
 
-    def _gather_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Launch the kernel that reads each token's id and finds its row in the KV pool: both int64 `[T]`.
+    def _embed_inputs(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Launch the kernel that looks up each token's embedding, and its row in the KV pool, int64 `[T]`.
 
         It belongs to the captured graph: the ids that the last step sampled are known on the device only.
         """
-        from segue.kernels.triton.step_inputs import gather_inputs
+        from segue.kernels.triton.step_inputs import embed_inputs
 
         state = self._state
-        return gather_inputs(
+        return embed_inputs(
             token_slots,
             positions,
             state.token_pool,
             state.page_table.data,
+            self._embedding.weight,
+            self._vocab_start,
             page_size=self._kv.page_size,
             page_rows=self._kv.page_rows,
         )

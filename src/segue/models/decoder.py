@@ -304,28 +304,31 @@ class Decoder(Layer):
         with torch.device("cpu"):
             self.rotary = Rotary(*inverse_frequencies(config.rope, config.head_dim), config.max_position)
 
-    def forward(self, ctx: Context) -> Tensor:
+    def forward(self, ctx: Context, *, reader: Linear | None = None) -> Activations:
         """Run a step and return hidden states after the last norm, equal on every rank.
 
-        They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None.
+        They are `[L, hidden]`, of the tokens `ctx.logits_indices`, or `[T, hidden]` if that is None. With a
+        `reader`, the layer that alone reads them, the norm may be left to it; see `RMSNorm`.
         """
         ctx.backend.prepare(ctx)
-        x = self._embed(ctx.input_ids)
+        x = self._embed(ctx)
         angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
         for layer in layers:
             x, residual = layer(x, residual, angles, ctx)
         x, residual = last(x, residual, angles, ctx, ctx.logits_indices)
-        hidden: Tensor = self.norm(x, residual)[0]
+        hidden: Activations = self.norm(x, residual, reader=reader)[0]
         return hidden
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, ctx: Context) -> Tensor:
         """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0."""
-        weight = self.embed.weight
-        if self.shard.tp.size == 1 and not ids.is_cuda:
-            return F.embedding(ids, weight)
-        return embed(ids, weight, self.shard.vocab_start)
+        if ctx.input_embeds is not None:
+            return ctx.input_embeds
+        assert ctx.input_ids is not None, "a context has the one or the other"
+        if self.shard.tp.size == 1:
+            return F.embedding(ctx.input_ids, self.embed.weight)
+        return embed(ctx.input_ids, self.embed.weight, self.shard.vocab_start)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the float32 logits `[L, vocab_size]` of `[L, hidden]` on rank 0, None on other ranks."""

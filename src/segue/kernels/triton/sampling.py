@@ -11,7 +11,8 @@ kernel passes this to the second as a score of NaN or plus infinity, so that no 
 needed.
 
 A chunk is the part of the vocabulary that one program reads: 32 blocks. The first kernel finds each chunk's
-best block or token, the second the best one of the chunks.
+best block or token, the second the best one of the chunks. The second one also draws for the rows that have a
+filter (`segue.kernels.triton.top_k_top_p`): a kernel of its own took time in steps where no row has one.
 
 Each tensor-parallel rank draws from its own blocks of the vocabulary with the noise of those blocks; then the
 ranks exchange one candidate each. (With several ranks, plain sampling computes a log-sum-exp per shard.)
@@ -27,7 +28,7 @@ from torch import Tensor
 from segue.kernels.triton.all_reduce import NO_RANKS, OneShotAllReduce, best_of_ranks
 from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
-from segue.kernels.triton.top_k_top_p import WARPS, draw_filtered
+from segue.kernels.triton.top_k_top_p import REGISTERS, WARPS, draw_filtered
 from segue.messages.steps import NON_FINITE
 
 _BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
@@ -103,7 +104,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
             out=out,
             num_chunks=num_chunks,
             CHUNKS=triton.next_power_of_2(num_chunks),
-            num_warps=1,
+            num_warps=WARPS,  # as in `_choose_token`, so that both add up in the same order
         )
     return out
 
@@ -202,7 +203,9 @@ def _choose_token(
     logprob_ring,
     ring_index,
     ring_stride,
-    filtered,
+    top_ks,
+    top_ps,
+    min_ps,
     inboxes,
     epochs,
     max_rows,
@@ -218,10 +221,11 @@ def _choose_token(
 ):
     """Choose one row's token from what `_choose_block` stored, and write the token and its log-probability.
 
-    The steps are: find the best chunk; draw a token of its block, unless the temperature is 0; take the token
-    of `filtered` instead, where it is not -1; exchange candidates with the other ranks (WORLD > 1); write.
-    The noise of a block's tokens has the counters after those of all blocks. 2147483647 is above every index,
-    so that a minimum over the winners ignores the others. See `sample_plain` for the arguments.
+    The steps are: find the best chunk; draw a token of its block, unless the temperature is 0; draw among the
+    tokens that the filters keep instead, if the row has a filter; exchange candidates with the other ranks
+    (WORLD > 1); write. The noise of a block's tokens has the counters after those of all blocks. 2147483647
+    is above every index, so that a minimum over the winners ignores the others. See `sample_plain` for the
+    arguments.
     """
     i = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
@@ -234,17 +238,18 @@ def _choose_token(
     non_finite = tl.max(((score != score) | (score == float("inf"))).to(tl.int32), 0) > 0
     best = tl.where(non_finite, float("inf"), tl.max(score, 0))
     chosen = tl.min(tl.where(score == best, choice, 2147483647), 0)
-    inverse = tl.load(inverse_temperatures + slot)
+    inverse, seed = tl.load(inverse_temperatures + slot), tl.load(seeds + slot)
     if inverse > 0.0:
         lane = tl.arange(0, _BLOCK)
         token = tl.maximum(tl.minimum(chosen, tl.cdiv(size, _BLOCK) - 1), 0) * _BLOCK + lane
         x = tl.load(logits + i * stride + token, mask=token < size, other=float("-inf"))
         x = (x * inverse).to(tl.float64)
-        x += gumbel(tl.load(seeds + slot), position, tl.cdiv(vocab_size, _BLOCK) + lane)
+        x += gumbel(seed, position, tl.cdiv(vocab_size, _BLOCK) + lane)
         chosen = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     chosen = tl.maximum(tl.minimum(chosen, size - 1), 0)  # a row that is not finite has chosen nothing
-    if filtered is not None:
-        drawn = tl.load(filtered + i)
+    if top_ks is not None:
+        top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
+        drawn = draw_filtered(logits + i * stride, position, inverse, seed, top_k, top_p, min_p, size)
         chosen = tl.where(drawn >= 0, drawn, chosen)
     logit, total = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     if num_top is not None:
@@ -325,25 +330,6 @@ def sample_plain(
         "inverse_temperatures": inverse_temperatures,
         "seeds": seeds,
         "stride": logits.stride(0),
-    }
-    filtered = None if filters is None else torch.empty(count, dtype=torch.int32, device=logits.device)
-
-    def draw_among_kept() -> None:
-        if filters is not None:
-            top_ks, top_ps, min_ps = filters
-            draw_filtered[(count,)](
-                **rows,
-                top_ks=top_ks,
-                top_ps=top_ps,
-                min_ps=min_ps,
-                out=filtered,
-                vocab_size=width,
-                **launch_options(WARPS, count),
-            )
-
-    if masks is None:
-        draw_among_kept()
-    more = {
         "num_top": num_top,
         "scores": torch.empty((count, num_chunks), dtype=torch.float64, device=logits.device),
         "choices": torch.empty((count, num_chunks), dtype=torch.int32, device=logits.device),
@@ -355,27 +341,27 @@ def sample_plain(
     table, guided = masks or (None, None)
     _choose_block[(num_chunks, count)](
         **rows,
-        **more,
         masks=table,
         mask_stride=0 if table is None else table.stride(0),
         guided=guided,
         **launch_options(4, count),
     )
-    if masks is not None:  # the filters apply to what the masks leave
-        draw_among_kept()
+    top_ks, top_ps, min_ps = filters or (None, None, None)
     _choose_token[(count,)](
         **rows,
-        **more,
         token_pool=token_pool,
         pool_stride=0 if token_pool is None else token_pool.stride(0),
         ring=ring,
         logprob_ring=logprob_ring,
         ring_index=ring_index,
         ring_stride=ring.stride(0),
-        filtered=filtered,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks),
         **(part.fused_all_reduce.candidates if part else NO_RANKS),
-        **launch_options(1, count),
+        maxnreg=None if part else REGISTERS,
+        **launch_options(1 if part else WARPS, count),
     )

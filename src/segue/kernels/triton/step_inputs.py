@@ -1,4 +1,4 @@
-"""The kernels before the first layer: device writes, token ids and slot mapping, embeddings.
+"""The kernels before the first layer: device writes, embeddings and slot mapping, lists of pages.
 
 Device writes are the values that a step changes in the tensors on the device that outlive it, such as the
 page table: one kernel scatters all of them, to any number of tensors.
@@ -12,9 +12,8 @@ from torch import Tensor
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 
 _WORDS = tl.constexpr(512)  # per program of `_scatter`
-_TOKENS = tl.constexpr(128)  # per program of `_gather_inputs`
 _PAGES = tl.constexpr(128)  # that a program of `_list_pages` copies at a time
-_COLUMNS = tl.constexpr(1024)  # per program of `_embed`
+_COLUMNS = tl.constexpr(1024)  # per program of `_embed_inputs`
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["addresses", "values"])
@@ -40,74 +39,89 @@ def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _gather_inputs(
+@triton.jit
+def _embed_inputs(
     token_slots,
     positions,
     token_pool,
     page_table,
-    ids,
+    weight,
+    embeddings,
     slot_mapping,
-    num_tokens,
     pool_stride,
     table_stride,
     page_rows,
+    vocab_start,
+    num_rows,
+    size,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Look up the id and the pool's token row of _TOKENS tokens, see `gather_inputs`."""
-    token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
-    inside = token < num_tokens
+    """Copy _COLUMNS columns of one token's embedding; the first program also stores its row in the pool."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
+    inside = columns < size
     pdl_wait(PDL)
-    slot = tl.load(token_slots + token, mask=inside, other=0).to(tl.int64)
-    position = tl.load(positions + token, mask=inside, other=0).to(tl.int64)
-    page = tl.load(page_table + slot * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
-    token_id = tl.load(token_pool + slot * pool_stride + position, mask=inside, other=0)
+    slot = tl.load(token_slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    row = tl.load(token_pool + slot * pool_stride + position).to(tl.int64) - vocab_start
+    page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
+    here = (row >= 0) & (row < num_rows)
+    value = tl.load(weight + row * size + columns, mask=inside & here, other=0.0)
     pdl_launch_dependents(PDL)
-    tl.store(slot_mapping + token, page * page_rows + position % PAGE, mask=inside)
-    tl.store(ids + token, token_id.to(tl.int64), mask=inside)
+    tl.store(embeddings + token * size + columns, value, mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(slot_mapping + token, page * page_rows + position % PAGE)
 
 
-def gather_inputs(
+def embed_inputs(
     token_slots: Tensor,
     positions: Tensor,
     token_pool: Tensor,
     page_table: Tensor,
+    weight: Tensor,
+    vocab_start: int,
     *,
     page_size: int,
     page_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the token ids and the slot mapping, int64 `[T]` each.
+    """Returns the embeddings of a step's tokens, `[T, N]`, and their slot mapping, int64 `[T]`.
 
-    The ids are read on the device, since the previous step may still be sampling them. The slot mapping has
-    the KV pool's token row for each token's key and value.
+    The ids are read on the device, since the previous step may still be sampling them. An id of another
+    rank's shard has zeros, as in `segue.kernels.ops.embed`. The slot mapping has the KV pool's token row for
+    each token's key and value.
 
     Args:
         token_slots: int32 `[T]`, each token's request slot.
         positions: int32 `[T]`, each token's index in its sequence.
         token_pool: int32 `[slots, max_seq_len + 1]`, the token ids of each request.
         page_table: int32 `[slots, columns]`, the pages of each request.
+        weight: `[rows, N]`, this rank's shard of the embeddings.
+        vocab_start: the id of the shard's first row.
         page_size: tokens per page.
         page_rows: the distance between two pages of the KV pool, in token rows.
     """
-    num_tokens = len(token_slots)
-    ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)
-    slot_mapping = torch.empty_like(ids)
-    _gather_inputs[(triton.cdiv(num_tokens, _TOKENS.value),)](
+    num_tokens, (num_rows, size) = len(token_slots), weight.shape
+    embeddings = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
+    slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=weight.device)
+    _embed_inputs[(num_tokens, triton.cdiv(size, _COLUMNS.value))](
         token_slots=token_slots,
         positions=positions,
         token_pool=token_pool,
         page_table=page_table,
-        ids=ids,
+        weight=weight,
+        embeddings=embeddings,
         slot_mapping=slot_mapping,
-        num_tokens=num_tokens,
         pool_stride=token_pool.stride(0),
         table_stride=page_table.stride(0),
         page_rows=page_rows,
+        vocab_start=vocab_start,
+        num_rows=num_rows,
+        size=size,
         PAGE=page_size,
         **launch_options(4, num_tokens),
     )
-    return ids, slot_mapping
+    return embeddings, slot_mapping
 
 
 @triton.jit
@@ -135,33 +149,3 @@ def list_pages(page_table: Tensor, slots: Tensor, starts: Tensor, pages: Tensor)
         table_stride=page_table.stride(0),
         **launch_options(4, len(slots)),
     )
-
-
-@triton.jit
-def _embed(ids, weight, output, start, num_rows, size, PDL: tl.constexpr):
-    """Copy _COLUMNS columns of one token's embedding, or zeros if another rank's shard has the token."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
-    inside = columns < size
-    pdl_wait(PDL)
-    row = tl.load(ids + token) - start
-    here = (row >= 0) & (row < num_rows)
-    value = tl.load(weight + row * size + columns, mask=inside & here, other=0.0)
-    pdl_launch_dependents(PDL)
-    tl.store(output + token * size + columns, value, mask=inside)
-
-
-def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """See `segue.kernels.ops.embed`: `[T, N]`, with zeros for ids of other ranks' shards."""
-    num_rows, size = weight.shape
-    output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
-    _embed[(len(ids), triton.cdiv(size, _COLUMNS.value))](
-        ids=ids,
-        weight=weight,
-        output=output,
-        start=start,
-        num_rows=num_rows,
-        size=size,
-        **launch_options(4, len(ids)),
-    )
-    return output

@@ -1,4 +1,4 @@
-"""The kernel of sampling with top-k, top-p or min-p.
+"""Sampling with top-k, top-p or min-p, a part of the kernel that chooses a row's token.
 
 Each filter keeps the likeliest tokens down to a threshold logit, tokens equal to the threshold included. So a
 row's tokens need no sorting: one program searches for the threshold, dividing its range by four in each pass,
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from segue.kernels.triton.gumbel_noise import gumbel
-from segue.kernels.triton.launch import pdl_launch_dependents, pdl_wait
 
 WARPS = 16  # per program
+REGISTERS = 64  # per thread at most: two programs fit a multiprocessor, so those of 256 rows run together
 _BLOCK = tl.constexpr(4096)
 # Noise, which is most of the work, is computed only for blocks with a token kept.
 _DRAW_BLOCK = tl.constexpr(1024)
@@ -70,37 +70,18 @@ def _find_threshold(logits, top, inverse, vocab_size, target, low, BY_WEIGHT: tl
 
 
 @triton.jit
-def draw_filtered(
-    logits,
-    slots,
-    positions,
-    inverse_temperatures,
-    seeds,
-    top_ks,
-    top_ps,
-    min_ps,
-    out,
-    stride,
-    vocab_size,
-    PDL: tl.constexpr,
-):
-    """Draw a token for each row that has a temperature and a filter; -1 for the other rows.
+def draw_filtered(logits, position, inverse, seed, top_k, top_p, min_p, vocab_size):
+    """Returns a token drawn from one row, int32; -1 if the row has no temperature or no filter.
 
     Filters apply after the temperature, as `segue.sampling.top_k_top_p.candidates` defines. The tokens kept
     have at least the key `low` and the weight `min_p`: top-k raises `low` first, then top-p does.
 
-    The arguments are those of `segue.kernels.triton.sampling.sample_plain`, where `filters` are `top_ks`,
-    `top_ps` and `min_ps`. `out` is int32 `[B]`.
+    `logits` points to the row. The other arguments are the row's values of those of
+    `segue.kernels.triton.sampling.sample_plain`; `inverse` is the inverse temperature.
     """
-    i = tl.program_id(0).to(tl.int64)
-    pdl_wait(PDL)
-    slot = tl.load(slots + i).to(tl.int64)
-    top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
     filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     drawn = tl.full((), -1, tl.int32)
-    inverse = tl.load(inverse_temperatures + slot)
     if filtered & (inverse > 0.0):
-        logits += i * stride
         highest = tl.full((_BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab_size, _BLOCK):
             highest = tl.maximum(highest, _load_logits(logits, start + tl.arange(0, _BLOCK), vocab_size))
@@ -115,7 +96,6 @@ def draw_filtered(
                 sums += tl.where(_sort_key(x) >= low, _relative_weight(x, top, inverse), 0.0)
             target = tl.sum(sums.to(tl.float64), 0) * top_p.to(tl.float64)
             low = _find_threshold(logits, top, inverse, vocab_size, target, low, True)
-        position, seed = tl.load(positions + i).to(tl.int64), tl.load(seeds + slot)
         best = tl.full((_DRAW_BLOCK,), float("-inf"), tl.float64)
         chosen = tl.full((_DRAW_BLOCK,), 2147483647, tl.int32)
         for start in range(0, vocab_size, _DRAW_BLOCK):
@@ -130,5 +110,4 @@ def draw_filtered(
                 chosen = tl.where(better, token, chosen)
         drawn = tl.min(tl.where(best == tl.max(best, 0), chosen, 2147483647), 0)
         drawn = tl.minimum(drawn, vocab_size - 1)  # no token is kept if all logits are NaN
-    tl.store(out + i, drawn)
-    pdl_launch_dependents(PDL)
+    return drawn
