@@ -46,6 +46,7 @@ class AVX512Attention(AttentionBackend):
             ctx.num_decode,
             *self._sizes,
             self._scale,
+            kernels().tiles,
         )
 
     def _prefill(self, query: Tensor, output: Tensor, layer: int, ctx: Context, first: int) -> None:

@@ -41,7 +41,9 @@ _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, c_float],
     "norm_rope_store": [_POINTER, _POINTER, c_float, *[_POINTER] * 5, *[_SIZE] * 4],
     "silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE],
-    "decode_attention": [_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 3, *[_SIZE] * 6, c_float],
+    "decode_attention": [
+        *(_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 3, *[_SIZE] * 6, c_float, c_int)
+    ],
     "prefill_attention": [
         _POINTER,
         _SIZE,
