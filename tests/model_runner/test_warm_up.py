@@ -294,8 +294,12 @@ def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
     model = FakeModel(**fake.EXPERTS, rows=8, chunk=64, max_seq_len=64, num_hidden_layers=9).model
     before = [*model.layers]
     with model.distinct_layers():
-        assert [*model.layers] == [before[0], before[1], before[7], before[8]]
+        assert [*model.layers] == [before[0], before[1], before[8]]  # the second one alone is dense
     assert [*model.layers] == before
+    dense = FakeModel(rows=8, chunk=64, max_seq_len=64).model
+    first, _, _, last = dense.layers
+    with dense.distinct_layers():
+        assert [*dense.layers] == [first, last]
 
 
 def test_kernels_are_compiled_and_not_launched(
