@@ -305,13 +305,23 @@ def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
 def test_kernels_are_compiled_and_not_launched(
     fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    import triton
     from triton import knobs
     from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
 
     from segue.kernels.compilations import compiled_together
     from segue.kernels.triton.step_inputs import gather_inputs
 
     loaded: list[str] = []
+    launches: list[bool] = []
+    launch = JITFunction.run
+
+    def counted(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        launches.append(warmup)
+        return launch(function, *args, warmup=warmup, **options)
+
+    monkeypatch.setattr(JITFunction, "run", counted)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
@@ -326,6 +336,7 @@ def test_kernels_are_compiled_and_not_launched(
                 assert ids.tolist() == rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
     assert loaded == ["_gather_inputs"] * 2 and told == [(1, 2), (2, 2)]
+    assert all(launches) and len(launches) == (2 if triton.__version__.startswith("3.6.") else 6)
 
 
 @pytest.mark.parametrize("has_code_per_kernel", [True, False])
