@@ -29,6 +29,7 @@ from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.top_k_top_p import WARPS, draw_filtered
 from segue.messages.steps import NON_FINITE
+from segue.sizes import ceil_div, next_power_of_2
 
 _BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
 _BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
@@ -90,7 +91,7 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    num_chunks = ceil_div(vocab_size, _CHUNK)
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     out = torch.empty(count, device=logits.device)
     if count:
@@ -102,7 +103,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
             sums=sums,
             out=out,
             num_chunks=num_chunks,
-            CHUNKS=triton.next_power_of_2(num_chunks),
+            CHUNKS=next_power_of_2(num_chunks),
             num_warps=1,
         )
     return out
@@ -316,7 +317,7 @@ def sample_plain(
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
     size = max(0, min(width, vocab_size - start))  # the tokens that `logits` cover, without padding
-    num_chunks = max(1, triton.cdiv(size, _CHUNK))
+    num_chunks = max(1, ceil_div(size, _CHUNK))
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     rows = {
         "logits": logits,
@@ -375,7 +376,7 @@ def sample_plain(
         filtered=filtered,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=next_power_of_2(num_chunks),
         **(part.fused_all_reduce.candidates if part else NO_RANKS),
         **launch_options(1, count),
     )

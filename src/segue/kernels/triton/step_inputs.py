@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div
 
 _WORDS = tl.constexpr(512)  # per program of `_scatter`
 _TOKENS = tl.constexpr(128)  # per program of `_gather_inputs`
@@ -35,7 +36,7 @@ def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
     bytes takes two writes.
     """
     # As if of one row: PDL is early in steps of any size.
-    _scatter[(triton.cdiv(count, _WORDS.value),)](
+    _scatter[(ceil_div(count, _WORDS.value),)](
         addresses=addresses, values=values, count=count, **launch_options(4, 1)
     )
 
@@ -93,7 +94,7 @@ def gather_inputs(
     num_tokens = len(token_slots)
     ids = torch.empty(num_tokens, dtype=torch.int64, device=token_slots.device)
     slot_mapping = torch.empty_like(ids)
-    _gather_inputs[(triton.cdiv(num_tokens, _TOKENS.value),)](
+    _gather_inputs[(ceil_div(num_tokens, _TOKENS.value),)](
         token_slots=token_slots,
         positions=positions,
         token_pool=token_pool,
@@ -155,7 +156,7 @@ def embed(ids: Tensor, weight: Tensor, start: int) -> Tensor:
     """See `segue.kernels.ops.embed`: `[T, N]`, with zeros for ids of other ranks' shards."""
     num_rows, size = weight.shape
     output = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
-    _embed[(len(ids), triton.cdiv(size, _COLUMNS.value))](
+    _embed[(len(ids), ceil_div(size, _COLUMNS.value))](
         ids=ids,
         weight=weight,
         output=output,
