@@ -420,6 +420,11 @@ def test_a_lean_launch_is_triton_s_launch_without_hooks(
                 isinstance(mine, torch.Tensor) and mine.shape == theirs.shape and mine.dtype == theirs.dtype
             )
             assert same or mine == theirs
+    with lean_launches():
+        thread = threading.Thread(target=run)  # of another engine, on a stream of its own
+        thread.start()
+        thread.join()
+    assert [each[7:9] for each in launches] == [each[7:9] for each in ours]  # the hooks
     told: list[Any] = []
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [told.append])
     with lean_launches():
