@@ -96,6 +96,21 @@ def test_on_a_cpu_nothing_is_watched_and_triton_is_not_needed(monkeypatch: pytes
         pass
 
 
+def test_undefined_tensors_of_the_thread_that_compiles_are_zeros() -> None:
+    made = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    found: list[torch.Tensor] = []
+    ones = torch.ones(1 << 16)
+    with compilations._zeros():
+        for tensor in (torch.empty(1 << 16), torch.empty_like(ones), ones.new_empty(1 << 16)):
+            assert not tensor.any()
+        replaced = torch.empty
+        thread = threading.Thread(target=lambda: found.append(replaced(3, dtype=torch.int64)))
+        thread.start()
+        thread.join()
+    assert len(found) == 1 and found[0].shape == (3,)  # it may have any values
+    assert (torch.empty, torch.empty_like, torch.Tensor.new_empty) == made
+
+
 def test_threads_that_compile_together_lose_no_count() -> None:
     found = Compilations()
 

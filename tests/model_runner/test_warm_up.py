@@ -321,20 +321,34 @@ def test_only_layers_that_differ_are_run(fake_cuda: None) -> None:
     model = FakeModel(**fake.EXPERTS, rows=8, chunk=64, max_seq_len=64, num_hidden_layers=9).model
     before = [*model.layers]
     with model.distinct_layers():
-        assert [*model.layers] == [before[0], before[1], before[7], before[8]]
+        assert [*model.layers] == [before[0], before[1], before[8]]  # the second one alone is dense
     assert [*model.layers] == before
+    dense = FakeModel(rows=8, chunk=64, max_seq_len=64).model
+    first, _, _, last = dense.layers
+    with dense.distinct_layers():
+        assert [*dense.layers] == [first, last]
 
 
 def test_kernels_are_compiled_and_not_launched(
     fake_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    import triton
     from triton import knobs
     from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
 
     from segue.kernels.compilations import compiled_together
     from segue.kernels.triton.step_inputs import embed_inputs
 
     loaded: list[str] = []
+    launches: list[bool] = []
+    launch = JITFunction.run
+
+    def counted(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        launches.append(warmup)
+        return launch(function, *args, warmup=warmup, **options)
+
+    monkeypatch.setattr(JITFunction, "run", counted)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: loaded.append(kernel.name))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
@@ -348,6 +362,7 @@ def test_kernels_are_compiled_and_not_launched(
                 assert found_embeds.tolist() == [[0.0] * 64] * count and rows.tolist() == [0] * count
         assert (found.compiled, found.loaded) == expected
     assert loaded == ["_embed_inputs"] * 2 and told == [(1, 2), (2, 2)]
+    assert all(launches) and len(launches) == (2 if triton.__version__.startswith("3.6.") else 6)
 
 
 @pytest.mark.parametrize("has_code_per_kernel", [True, False])
@@ -431,6 +446,11 @@ def test_a_lean_launch_is_triton_s_launch_without_hooks(
                 isinstance(mine, torch.Tensor) and mine.shape == theirs.shape and mine.dtype == theirs.dtype
             )
             assert same or mine == theirs
+    with lean_launches():
+        thread = threading.Thread(target=run)  # of another engine, on a stream of its own
+        thread.start()
+        thread.join()
+    assert [each[7:9] for each in launches] == [each[7:9] for each in ours]  # the hooks
     told: list[Any] = []
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [told.append])
     with lean_launches():

@@ -138,7 +138,7 @@ def recorded(*_: Any) -> Iterator[Variants]:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    from segue.kernels.compilations import _Zeros
+    from segue.kernels.compilations import _zeros
 
     found: Variants = {}
     launch = JITFunction.run
@@ -151,7 +151,7 @@ def recorded(*_: Any) -> Iterator[Variants]:
         found[f"{module}.{fn.name}", str(key)] = compile
         return True  # nothing is compiled
 
-    with pytest.MonkeyPatch.context() as patch, _Zeros():
+    with pytest.MonkeyPatch.context() as patch, _zeros():
         patch.setattr(JITFunction, "run", run)
         patch.setattr(knobs.runtime, "jit_cache_hook", note)
         yield found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from segue.config import EngineConfig
 from segue.distributed.info import TPInfo
@@ -44,3 +46,25 @@ def test_no_process_compiles_kernels_after_a_start_that_succeeds_or_fails(
     started = main.start_runner(EngineConfig(model="m"), TPInfo(rank=0, size=1), tmp_path, outbox)
     assert (started is None) == (error is not None)
     assert done == ["start", *(["failed"] if error else []), "end"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_context_of_the_device_is_made_beside_the_import_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    both = threading.Barrier(2, timeout=10)
+    done: list[Any] = []
+
+    def begin(*what: Any) -> None:
+        both.wait()  # passes only if they run at the same time
+        done.append((*what, threading.current_thread() is threading.main_thread()))
+        if fails:
+            raise RuntimeError
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: begin("context", device))
+    monkeypatch.setattr(main, "import_kernels", lambda: begin("kernels"))
+    main._prepare_device(3)
+    for thread in threading.enumerate():
+        if thread.name == "segue-context":
+            thread.join()
+    assert sorted(done) == [("context", 3, False), ("kernels", True)]

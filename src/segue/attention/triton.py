@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -25,6 +24,7 @@ from segue.kernels.triton.attention import attend, decode, plan_decode
 from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.token_attention import attend_token
 from segue.kvcache.pool import KVPool
+from segue.sizes import ceil_div, next_power_of_2
 
 _MAX_SPLITS = 64
 _PLANNED_SPLITS = 32  # maximum per row of a planned batch
@@ -83,7 +83,7 @@ class TritonAttention(PagedBackend):
             "KV_HEADS": shape.num_kv_heads,
             "G": self._group,
             "D": dim,
-            "DP": max(16, triton.next_power_of_2(dim)),  # the minimum for tensor cores
+            "DP": max(16, next_power_of_2(dim)),  # the minimum for tensor cores
             "PAGE": pool.page_size,
             "PRECISION": "ieee" if is_float32 else "tf32",
         }
@@ -141,7 +141,7 @@ class TritonAttention(PagedBackend):
             partial=new(parts * self._shape.head_dim),
             maxima=new(parts * 2),
         )
-        plan_decode[(triton.cdiv(rows, _ROWS_PER_PLANNER),)](
+        plan_decode[(ceil_div(rows, _ROWS_PER_PLANNER),)](
             kv_lens=ctx.kv_lens_device,
             slots=ctx.slots_device,
             num_decode=ctx.num_decode_device,
@@ -153,7 +153,7 @@ class TritonAttention(PagedBackend):
             MIN_KEYS=_MIN_KEYS,
             HEADS=heads,
             ROWS=_ROWS_PER_PLANNER,
-            ALL=max(256, triton.next_power_of_2(rows)),
+            ALL=max(256, next_power_of_2(rows)),
         )
         return plan
 
@@ -176,7 +176,7 @@ class TritonAttention(PagedBackend):
             SPLITS=splits,
             STAGES=self._decode_stages,
             WORDS=self._decode_words,
-            GP=max(16, triton.next_power_of_2(self._group)),
+            GP=max(16, next_power_of_2(self._group)),
             **arguments,
             **launch_options(2 if ctx.num_decode < _FEW_ROWS else 4, len(query)),
         )
@@ -281,7 +281,7 @@ class TritonInvariantAttention(TritonAttention):
     def prepare(self, ctx: Context) -> None:
         """Lay out the blocks, and make buffers for as many spans as a sequence can have."""
         super().prepare(ctx)
-        spans = triton.cdiv(ctx.page_table.data.shape[1] * self._pool.page_size, _SPAN)
+        spans = ceil_div(ctx.page_table.data.shape[1] * self._pool.page_size, _SPAN)
         if spans > self._max_spans:
             rows = self._max_programs // 2 * spans * self._group
             self._max_spans = spans

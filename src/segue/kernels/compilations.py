@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from segue.errors import OutOfMemoryError
 from segue.host import free_cpu_memory, usable_cores
 from segue.kernels.compile_processes import CompileProcesses, can_compile, missing_variant
-from segue.kernels.launching import Launch, launched_by
+from segue.kernels.launching import Launch, kernel_finder, launched_by
 from segue.logs import logger
 
 _listeners: list[Callable[..., None]] = []  # of all engines of this process
@@ -33,7 +32,7 @@ _processes: CompileProcesses | None = None  # of this process, while it starts
 _compiled_there = threading.local()  # `value`: whether they have compiled what this thread loads
 _MAX_THREADS = 16  # each may take 100 MB, and the slowest kernel takes as long as these need for a hundred
 _PROCESS_BYTES = 512 << 20  # a process may take so much beside what it shares with the worker
-_UNDEFINED = (torch.empty, torch.empty_like, Tensor.new_empty)
+_UNDEFINED = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 
 
 @dataclass(slots=True)
@@ -97,9 +96,16 @@ def compiled_together(
     found, own = Compilations(), threading.get_ident()
 
     def compile_only(launch: Launch) -> Launch:
-        def run(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        find = kernel_finder()
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             """Take the place of a launch; other threads launch as ever."""
-            return launch(function, *args, warmup=warmup or threading.get_ident() == own, **options)
+            if threading.get_ident() != own:
+                return launch(function, *args, grid=grid, warmup=warmup, **options)
+            kernel, _ = find(function, args, options)  # of 30 launches that name kernels, 29 name a known one
+            if kernel is None:
+                kernel = launch(function, *args, grid=grid, warmup=True, **options)
+            return kernel
 
         return run
 
@@ -114,7 +120,7 @@ def compiled_together(
         AsyncCompileMode(compilers) as mode,
     ):
         mode.submit = partial(_submit_once, mode.submit)
-        with _Zeros():
+        with _zeros():
             yield found
         named = time.monotonic()
         for done, _ in enumerate(as_completed(mode.raw_futures), 1):
@@ -232,12 +238,26 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class _Zeros(TorchFunctionMode):
-    """Fills tensors that would be undefined with zeros: where no kernel writes, an index must be valid."""
+@contextmanager
+def _zeros() -> Iterator[None]:
+    """Make this thread's new tensors zeros where they would be undefined: no kernel writes their indices.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one function of torch."""
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNDEFINED else result
+    The functions of torch that make them are replaced meanwhile. A `TorchFunctionMode` would do the same, but
+    Python asks it about each attribute of a tensor, too: 78,000 times in the warm-up of Qwen3-0.6B.
+    """
+    own, made = threading.get_ident(), [getattr(owner, name) for owner, name in _UNDEFINED]
+
+    def cleared(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **options: Any) -> Tensor:
+            tensor = make(*args, **options)
+            return tensor.zero_() if threading.get_ident() == own else tensor
+
+        return call
+
+    try:
+        for (owner, name), make in zip(_UNDEFINED, made, strict=True):
+            setattr(owner, name, cleared(make))
+        yield
+    finally:
+        for (owner, name), make in zip(_UNDEFINED, made, strict=True):
+            setattr(owner, name, make)

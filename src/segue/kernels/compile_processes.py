@@ -147,6 +147,14 @@ def import_triton() -> None:
         CudaUtils()
 
 
+def import_kernels() -> None:
+    """Import all kernels; Triton reads the source of each, so it takes 0.2 s."""
+    import segue.kernels.triton as package
+
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+
+
 def missing_variant(compile: Callable[[], Any]) -> Variant | None:
     """Return the job of what Triton wants to be called in order to compile.
 
@@ -207,7 +215,7 @@ def _serve(
     os.dup2(null, 0)  # standard input is the worker's lifeline
     if work is None:
         work = compile_variant
-        _import_kernels()
+        import_kernels()
     if not connection.recv(1, socket.MSG_PEEK):  # it waits for work, and there was none
         os._exit(0)
     first = os.getpid()
@@ -259,11 +267,3 @@ def _work(connection: socket.socket, work: Callable[[Variant], None]) -> None:
             is_done = False
         connection.send(pickle.dumps((number, is_done)))
     os._exit(0)
-
-
-def _import_kernels() -> None:
-    """Import the kernels, which the others then have, too."""
-    import segue.kernels.triton as package
-
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 Launch = Callable[..., Any]  # as `JITFunction.run`
@@ -29,16 +30,18 @@ def launched_by(make: Callable[[Launch], Launch]) -> Iterator[None]:
 
 @contextmanager
 def lean_launches() -> Iterator[None]:
-    """Launch kernels in half of the time while the block runs: a capture launches ten thousands of them.
+    """Launch this thread's kernels in half of the time, on its current stream, while the block runs.
 
-    What is left out of a launch: hooks, if there are none; the look-up of settings that do not change; the
-    check that constants of modules have not changed. Another version of Triton launches as ever.
+    A capture launches ten thousands of them. What is left out of a launch: hooks, if there are none; the
+    look-up of the device, the stream and settings, which do not change; the check that constants of modules
+    have not changed. Another version of Triton launches as ever.
     """
-    triton: Any = sys.modules.get("triton")  # without it, there are no kernels
-    if not getattr(triton, "__version__", "").startswith(_KNOWN):
+    if not _is_known():
         yield
         return
-    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    from triton import knobs
+
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if any(hook is not None and hook.calls for hook in hooks):
         yield
         return
@@ -47,25 +50,54 @@ def lean_launches() -> Iterator[None]:
 
 
 def _lean(launch: Launch) -> Launch:
-    from triton import knobs
+    """Return the lean launch; threads other than this one launch as ever."""
     from triton.runtime import driver
 
-    debug, mode = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    find, own = kernel_finder(), threading.get_ident()
+
+    @cache
+    def current_stream() -> Any:
+        return driver.active.get_current_stream(driver.active.get_current_device())
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if warmup or function.pre_run_hooks:
+        if warmup or function.pre_run_hooks or threading.get_ident() != own:
             return launch(function, *args, grid=grid, warmup=warmup, **options)
-        device = driver.active.get_current_device()
-        kernels, keys, _, _, bind = function.device_caches[device]
-        settings = {"debug": options.get("debug", function.debug) or debug, "instrumentation_mode": mode}
-        bound, specialization, packed = bind(*args, **{**options, **settings})
-        kernel = kernels.get(keys.get((tuple(specialization), str(packed))))
+        kernel, bound = find(function, args, options)
         if kernel is None or kernel.__class__.__name__ == "FutureKernel":
             return launch(function, *args, grid=grid, warmup=warmup, **options)
         x, y, z = (*(grid(bound) if callable(grid) else grid), 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        values = bound.values()
+        stream, values = current_stream(), bound.values()
         kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *values)
         return kernel
 
     return run
+
+
+def kernel_finder() -> Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    """Return what finds the kernel of a launch, by function, arguments and options, without making one.
+
+    It is for the current device, and for a time in which no setting of Triton changes. It returns the kernel,
+    or the future of one, or None if no launch has made one yet; and the arguments by name. With another
+    version of Triton it finds none.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    if not _is_known():
+        return lambda function, args, options: (None, {})
+    current_device = cache(lambda: driver.active.get_current_device())
+    debug, mode = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+    def find(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kernels, keys, _, _, bind = function.device_caches[current_device()]
+        settings = {"debug": options.get("debug", function.debug) or debug, "instrumentation_mode": mode}
+        bound, specialization, packed = bind(*args, **{**options, **settings})
+        return kernels.get(keys.get((tuple(specialization), str(packed)))), bound
+
+    return find
+
+
+def _is_known() -> bool:
+    """Whether Triton is there, in the version whose launches are known."""
+    triton: Any = sys.modules.get("triton")  # without it, there are no kernels
+    return getattr(triton, "__version__", "").startswith(_KNOWN)

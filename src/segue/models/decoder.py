@@ -339,11 +339,14 @@ class Decoder(Layer):
     def distinct_layers(self) -> Iterator[None]:
         """Run only layers that launch different kernels while the block runs, in order to compile these.
 
-        They are the first one, the last one, and one of each kind between them.
+        They are the first one, the last one, and one between them of each kind that the first one is not of.
+        A layer between them launches what the first one does behind its first norm, and begins as the last
+        one does, whose MLP alone may have fewer tokens.
         """
         layers = self.layers
-        kinds = {cast(DecoderLayer, layer).is_sparse: layer for layer in layers[1:-1]}
-        if kinds:
+        if len(layers) > 2:
+            kinds = {cast(DecoderLayer, layer).is_sparse: layer for layer in layers[1:-1]}
+            kinds.pop(cast(DecoderLayer, layers[0]).is_sparse, None)
             self.layers = nn.ModuleList([layers[0], *kinds.values(), layers[-1]])
         try:
             yield

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from segue.checkpoint.source import resolve_model
@@ -25,6 +26,7 @@ from segue.heartbeat import Turn, send_heartbeats
 from segue.host import end_with_parent, freeze_heap
 from segue.kernels import compilations
 from segue.kernels.compilations import Compilations, watched
+from segue.kernels.compile_processes import can_compile, import_kernels
 from segue.laps import cost
 from segue.logs import configure, logger
 from segue.memory.releasable import ReleasableMemory
@@ -283,6 +285,21 @@ def _watch_lifeline() -> None:
     os._exit(0)
 
 
+def _prepare_device(rank: int) -> None:
+    """Import the kernels while a thread has the driver make the context of the device, which takes as long.
+
+    Each is done again where it is needed, and so is an error.
+    """
+
+    def make_context() -> None:
+        with suppress(Exception):
+            torch.cuda.synchronize(rank)  # allocates nothing
+
+    threading.Thread(target=make_context, name="segue-context", daemon=True).start()
+    with suppress(Exception):
+        import_kernels()
+
+
 def main(spec: dict[str, Any]) -> None:
     """What a worker process does, as ``spec`` says; returns once it has been told to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the frontend decides
@@ -293,6 +310,8 @@ def main(spec: dict[str, Any]) -> None:
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
     if config.device != "cpu":
         compilations.start_processes(tp.size)  # before there is a thread
+        if can_compile():
+            _prepare_device(tp.rank)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
     configure(config.log_level, config.log_format, rank=tp.rank if tp.size > 1 else None)
     shows_start = spec["shows_start"]

@@ -20,6 +20,7 @@ from torch import Tensor
 from segue.distributed.groups import TPGroups
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div, next_power_of_2
 
 MAX_BYTES = 3 << 20  # maximum of the words a rank sends; above it NCCL is faster (bench/tensor_parallel.py)
 # Programs per row; 1, 4 and 8 take 4.3, 3.3 and 3.1 µs for one row of 4096 on two H200s.
@@ -215,8 +216,8 @@ class OneShotAllReduce:
         assert num_rows <= self.max_rows, (num_rows, self.max_rows)
         normed = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
         total = torch.empty_like(normed)
-        width = triton.cdiv(size, _CHUNKS.value)
-        block = max(32, triton.next_power_of_2(width))
+        width = ceil_div(size, _CHUNKS.value)
+        block = max(32, next_power_of_2(width))
         warps = min(8, max(1, block // 256))
         _add_rms_norm[(_CHUNKS.value, num_rows)](
             x=x,

@@ -27,6 +27,7 @@ from segue.kernels.plan_store import found_plans, lookup
 from segue.kernels.triton.fp8_tokens import multiply_in_fp8, quantize_tokens, takes_fp8
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div
 
 _SPLIT_AT_ONCE = 8  # blocks of a token per program of `_split_tokens`
 
@@ -98,10 +99,10 @@ def split_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
         `[2, M, ceil(K / 128)]`. A token is the sum of its high and its low numbers, times their factors.
     """
     num_rows, depth = x.shape
-    num_blocks = triton.cdiv(depth, SPLIT_BLOCK)
+    num_blocks = ceil_div(depth, SPLIT_BLOCK)
     halves = torch.empty((2, num_rows, depth), dtype=FP8, device=x.device)
     factors = torch.empty((2, num_rows, num_blocks), device=x.device)
-    _split_tokens[(num_rows, triton.cdiv(num_blocks, _SPLIT_AT_ONCE))](
+    _split_tokens[(num_rows, ceil_div(num_blocks, _SPLIT_AT_ONCE))](
         x=x.contiguous(),
         halves=halves,
         factors=factors,
@@ -270,7 +271,7 @@ def run_fp8(
     size = num_columns // 2 if gated else num_columns
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype, device=x.device)
-    grid = (triton.cdiv(num_columns, plan.block_n), plan.splits, triton.cdiv(num_rows, plan.block_m))
+    grid = (ceil_div(num_columns, plan.block_n), plan.splits, ceil_div(num_rows, plan.block_m))
     token_factors = None
     if plan.fp8_tokens:
         x, token_factors = split_tokens(x)

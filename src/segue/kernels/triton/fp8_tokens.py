@@ -109,7 +109,7 @@ def quantize_tokens(x: Tensor, block: int) -> FP8Tokens:
     """Returns `x` `[M, K]` in FP8, with a scale for each row, or for each `block` of it."""
     (num_rows, depth) = x.shape
     tokens = empty_tokens(num_rows, depth, block, x.dtype, x.device)
-    _quantize_tokens[(num_rows, triton.cdiv(depth, _COLUMNS.value) if block else 1)](
+    _quantize_tokens[(num_rows, ceil_div(depth, _COLUMNS.value) if block else 1)](
         x=x.contiguous(),
         out=tokens.values,
         scales=tokens.scales,
@@ -159,10 +159,10 @@ def multiply_in_fp8(x: FP8Tokens, weight: Tensor, scales: Tensor, bias: Tensor |
             x.values, weight.T, scale_a=x.scales, scale_b=scales.view(1, -1), bias=bias, out_dtype=x.dtype
         )
     (num_rows, depth), size = x.values.shape, len(weight)
-    blocks = triton.cdiv(num_rows, _BM.value)
+    blocks = ceil_div(num_rows, _BM.value)
     block_n = many_rows_tile(num_rows, size, num_sms(weight.device))
     out = torch.empty((num_rows, size), dtype=x.dtype, device=weight.device)
-    _block_gemm[(blocks * triton.cdiv(size, block_n),)](
+    _block_gemm[(blocks * ceil_div(size, block_n),)](
         x=x.values,
         of_tokens=x.scales,
         weight=weight,

@@ -17,6 +17,7 @@ from segue.kernels.triton import gemm
 from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import grouped_tile, load_split_k, silu_mul_tile
 from segue.kernels.triton.launch import is_hopper, launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div, next_power_of_2
 
 _COLUMNS = tl.constexpr(1024)  # per program of the activation
 MAX_FP8_COLUMNS = 16384  # that a program's registers hold
@@ -45,7 +46,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """See `segue.kernels.ops.silu_mul`; `gate_up` may be split-K partials, float32 `[S, T, 2 * I]`."""
     num_rows, size = gate_up.shape[-2], gate_up.shape[-1] // 2
     output = torch.empty((num_rows, size), dtype=dtype, device=gate_up.device)
-    _silu_mul[(num_rows, triton.cdiv(size, _COLUMNS.value))](
+    _silu_mul[(num_rows, ceil_div(size, _COLUMNS.value))](
         gate_up=gate_up,
         output=output,
         num_rows=num_rows,
@@ -78,7 +79,7 @@ def silu_mul_fp8(gate_up: Tensor, group: int) -> FP8Tokens:
     """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     tokens = empty_tokens(num_rows, size, group, gate_up.dtype, gate_up.device)
-    block = max(triton.next_power_of_2(size), group)
+    block = max(next_power_of_2(size), group)
     _silu_mul_fp8[(num_rows,)](
         gate_up=gate_up,
         output=tokens.values,
@@ -138,7 +139,7 @@ def run_large_m(x: Tensor, weight: Tensor) -> Tensor:
     """
     (num_rows, depth), size = x.shape, weight.shape[0] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(num_rows, _BM.value) * (size // _BN.value)
+    tiles = ceil_div(num_rows, _BM.value) * (size // _BN.value)
     _gate_up_silu[(min(tiles, 2 * num_sms(x.device)),)](
         x=TensorDescriptor.from_tensor(x, [_BM.value, _BK.value]),
         weight=TensorDescriptor.from_tensor(weight, [_BN.value, _BK.value]),

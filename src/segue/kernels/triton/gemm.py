@@ -28,6 +28,7 @@ from segue.errors import ConfigError
 from segue.kernels.gemm_plan import DeviceFacts, GemmPlan, Kind, fit_stages, tile
 from segue.kernels.plan_store import found_plans, lookup, stored_plans
 from segue.kernels.triton.launch import device_facts, launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div
 
 TABLE = Path(__file__).parent / "gemm.json"
 MAX_ROWS = 256
@@ -166,7 +167,7 @@ def run(
     shape = (plan.splits, num_rows, size) if plan.splits > 1 else (num_rows, size)
     out = torch.empty(shape, dtype=torch.float32 if plan.splits > 1 else dtype, device=x.device)
     tma = plan.tma and not gated
-    columns, blocks = triton.cdiv(num_columns, plan.block_n), triton.cdiv(num_rows, plan.block_m)
+    columns, blocks = ceil_div(num_columns, plan.block_n), ceil_div(num_rows, plan.block_m)
     rows = None if plan.group_m else num_rows  # batch-invariant GEMMs never start their successors early
     _gemm[(columns * blocks,) if plan.group_m else (columns, plan.splits, blocks)](
         x=TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if tma else x,
@@ -310,8 +311,8 @@ def choose_batch_invariant(num_rows: int, size: int, device: DeviceFacts) -> Gem
 
     def cost(plan: GemmPlan) -> float:
         """Returns the relative time of the GEMM with `plan`."""
-        programs = triton.cdiv(num_rows, plan.block_m) * triton.cdiv(size, plan.block_n)
-        waves: int = triton.cdiv(programs, device.num_sms)
+        programs = ceil_div(num_rows, plan.block_m) * ceil_div(size, plan.block_n)
+        waves: int = ceil_div(programs, device.num_sms)
         return LARGE_M_PLANS[plan] * waves
 
     return fitting(min(LARGE_M_PLANS, key=cost))

@@ -17,6 +17,7 @@ from segue.kernels.fp8 import FP8
 from segue.kernels.gemv_plan import choose_gemv
 from segue.kernels.triton.gemm import silu_mul_tile
 from segue.kernels.triton.launch import launch_options, num_sms, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div, next_power_of_2
 
 
 @triton.jit
@@ -218,7 +219,7 @@ def gemv(
     size = size // 2 if gated else size
     unnormed = x if isinstance(x, Unnormed) else None
     out = torch.empty((1, size), dtype=dtype, device=weight.device)
-    num_tiles, programs = triton.cdiv(size, plan.block_n), plan.per_sm * sms
+    num_tiles, programs = ceil_div(size, plan.block_n), plan.per_sm * sms
     _gemv[(min(programs, num_tiles),)](
         x=(x.x if isinstance(x, Unnormed) else x).contiguous(),
         residual=None if unnormed is None else unnormed.residual,
@@ -232,7 +233,7 @@ def gemv(
         eps=0.0 if unnormed is None else unnormed.eps,
         DEPTH=depth,
         BN=plan.block_n,
-        BK=max(triton.next_power_of_2(depth), block),
+        BK=max(next_power_of_2(depth), block),
         BLOCK=block,
         PER_WORD=1 if scales is None else 4,
         GATED=gated,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -24,6 +23,7 @@ from segue.kernels.plan_store import found_plans, stored_plans
 from segue.kernels.triton import moe_gemm
 from segue.kernels.triton.launch import device_facts, launch_options
 from segue.kernels.triton.moe_routing import CHUNK, sort
+from segue.sizes import ceil_div
 
 TABLE = Path(__file__).parent / "moe.json"
 KIND = "experts"  # of plans in the cache
@@ -64,7 +64,7 @@ def run_experts(
     inner = gemm_by_tile(plan.block_m, plan.gate_up, x, gate_up, weights, order, tiles)
     parts = gemm_by_tile(plan.block_m, plan.down, inner, down, None, order, tiles)
     out = torch.empty_like(x)
-    moe_gemm.sum_pairs[(num_tokens, triton.cdiv(hidden, moe_gemm.SUM_BLOCK.value))](
+    moe_gemm.sum_pairs[(num_tokens, ceil_div(hidden, moe_gemm.SUM_BLOCK.value))](
         parts=parts,
         experts=experts,
         out=out,
@@ -86,7 +86,7 @@ def gate_up_by_pair(
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     inner = torch.empty((experts.numel(), size), dtype=x.dtype, device=x.device)
-    moe_gemm.gate_up_by_pair[(triton.cdiv(size, config.block_n), experts.numel())](
+    moe_gemm.gate_up_by_pair[(ceil_div(size, config.block_n), experts.numel())](
         x=x,
         weight=_values(weight),
         experts=experts,
@@ -108,7 +108,7 @@ def down_by_token(config: TileConfig, inner: Tensor, weight: ExpertWeights, expe
     """
     (num_tokens, per_token), (num_experts, hidden, size) = experts.shape, weight.shape
     out = torch.empty((num_tokens, hidden), dtype=inner.dtype, device=inner.device)
-    moe_gemm.down_by_token[(triton.cdiv(hidden, config.block_n), num_tokens)](
+    moe_gemm.down_by_token[(ceil_div(hidden, config.block_n), num_tokens)](
         inner=inner,
         weight=_values(weight),
         experts=experts,
@@ -151,7 +151,7 @@ def gemm_by_tile(
         by_tma = config.tma and not gated
         return TensorDescriptor.from_tensor(x, [rows, config.block_k]) if by_tma else x
 
-    moe_gemm.gemm_by_tile[(tiles.shape[1] * triton.cdiv(size, config.block_n),)](
+    moe_gemm.gemm_by_tile[(tiles.shape[1] * ceil_div(size, config.block_n),)](
         x=tokens(block_m),
         half_x=tokens(block_m // 2),
         weight=TensorDescriptor.from_tensor(flat, tile) if config.tma else flat,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div, next_power_of_2
 
 _TOKENS = tl.constexpr(4)  # tokens per program of `_route`
 _CHUNK = tl.constexpr(2048)  # pairs that a program counts at a time
@@ -145,7 +146,7 @@ def route(
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, per_token), dtype=torch.float32, device=logits.device)
     experts = torch.empty((num_tokens, per_token), dtype=torch.int32, device=logits.device)
-    _route[(triton.cdiv(num_tokens, _TOKENS.value),)](
+    _route[(ceil_div(num_tokens, _TOKENS.value),)](
         logits=logits,
         num_unpadded=num_unpadded,
         weights=weights,
@@ -154,8 +155,8 @@ def route(
         num_experts=num_experts,
         K=per_token,
         RENORMALISE=renormalise,
-        EP=triton.next_power_of_2(num_experts),
-        KP=triton.next_power_of_2(per_token),
+        EP=next_power_of_2(num_experts),
+        KP=next_power_of_2(per_token),
         **launch_options(4, num_tokens),
     )
     return weights, experts
@@ -171,7 +172,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
             the tile's first pair in `order`, and the number of its pairs.
     """
     (num_tokens, _), num_pairs = experts.shape, experts.numel()
-    bins, num_chunks = max(32, triton.next_power_of_2(num_experts)), triton.cdiv(num_pairs, _CHUNK.value)
+    bins, num_chunks = max(32, next_power_of_2(num_experts)), ceil_div(num_pairs, _CHUNK.value)
     counted = None
     if num_chunks > 1:
         counted = torch.empty((num_chunks, bins), dtype=torch.int32, device=experts.device)
@@ -188,7 +189,7 @@ def sort(experts: Tensor, num_experts: int, block: int) -> tuple[Tensor, Tensor]
     num_tiles = busy + (num_pairs - busy) // block
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=experts.device)
-    _sort[(triton.cdiv(num_pairs, _PAIRS.value),)](
+    _sort[(ceil_div(num_pairs, _PAIRS.value),)](
         experts=experts,
         counted=counted,
         order=order,

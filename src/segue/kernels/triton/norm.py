@@ -12,6 +12,7 @@ from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import load_split_k
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,7 +67,7 @@ def add_rms_norm(
     total = torch.empty((num_rows, size), dtype=weight.dtype, device=x.device)
     in_fp8 = None if fp8_block is None else empty_tokens(num_rows, size, fp8_block, total.dtype, x.device)
     normed = torch.empty_like(total) if in_fp8 is None else in_fp8.values
-    block = max(triton.next_power_of_2(size), fp8_block or 0)
+    block = max(next_power_of_2(size), fp8_block or 0)
     _add_rms_norm[(num_rows,)](
         x=x,
         residual=residual,
@@ -232,7 +233,7 @@ def qk_norm_rope_store(
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
+        HALF=next_power_of_2(head_dim // 2),
         GROUP=group,
         SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
         **launch_options(1 if group * head_dim <= 512 else 2, num_tokens),

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.sizes import next_power_of_2
+
 NUM_PROGRAMS = 16  # few: the steps need the SMs
 _BLOCK_ROWS = 32
 _MAX_BLOCK_WORDS = 128
@@ -86,6 +88,6 @@ def copy_slices(
         target_row=target_row,
         run=run,
         BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_WORDS=min(_MAX_BLOCK_WORDS, triton.next_power_of_2(run)),
+        BLOCK_WORDS=min(_MAX_BLOCK_WORDS, next_power_of_2(run)),
         num_warps=8,
     )

@@ -30,6 +30,7 @@ from segue.kernels.triton.gumbel_noise import gumbel
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.top_k_top_p import REGISTERS, WARPS, draw_filtered
 from segue.messages.steps import NON_FINITE
+from segue.sizes import ceil_div, next_power_of_2
 
 _BLOCK = tl.constexpr(128)  # as in segue.sampling.gumbel_max
 _BLOCKS = tl.constexpr(32)  # per program; 128 took 229 instead of 141 µs for 256 rows of 151,936
@@ -91,7 +92,7 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
     count, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, _CHUNK)
+    num_chunks = ceil_div(vocab_size, _CHUNK)
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     out = torch.empty(count, device=logits.device)
     if count:
@@ -103,7 +104,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
             sums=sums,
             out=out,
             num_chunks=num_chunks,
-            CHUNKS=triton.next_power_of_2(num_chunks),
+            CHUNKS=next_power_of_2(num_chunks),
             num_warps=WARPS,  # as in `_choose_token`, so that both add up in the same order
         )
     return out
@@ -321,7 +322,7 @@ def sample_plain(
     count, width = logits.shape
     start, vocab_size = (part.start, part.vocab_size) if part else (0, width)
     size = max(0, min(width, vocab_size - start))  # the tokens that `logits` cover, without padding
-    num_chunks = max(1, triton.cdiv(size, _CHUNK))
+    num_chunks = max(1, ceil_div(size, _CHUNK))
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
     rows = {
         "logits": logits,
@@ -360,7 +361,7 @@ def sample_plain(
         min_ps=min_ps,
         vocab_size=vocab_size,
         num_chunks=num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=next_power_of_2(num_chunks),
         **(part.fused_all_reduce.candidates if part else NO_RANKS),
         maxnreg=None if part else REGISTERS,
         **launch_options(1 if part else WARPS, count),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.sizes import ceil_div
 
 _WORDS = tl.constexpr(512)  # per program of `_scatter`
 _PAGES = tl.constexpr(128)  # that a program of `_list_pages` copies at a time
@@ -34,7 +35,7 @@ def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
     bytes takes two writes.
     """
     # As if of one row: PDL is early in steps of any size.
-    _scatter[(triton.cdiv(count, _WORDS.value),)](
+    _scatter[(ceil_div(count, _WORDS.value),)](
         addresses=addresses, values=values, count=count, **launch_options(4, 1)
     )
 
@@ -104,7 +105,7 @@ def embed_inputs(
     num_tokens, (num_rows, size) = len(token_slots), weight.shape
     embeddings = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
     slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=weight.device)
-    _embed_inputs[(num_tokens, triton.cdiv(size, _COLUMNS.value))](
+    _embed_inputs[(num_tokens, ceil_div(size, _COLUMNS.value))](
         token_slots=token_slots,
         positions=positions,
         token_pool=token_pool,

@@ -16,6 +16,7 @@ from segue.kernels.activations import TokenQKV
 from segue.kernels.triton.attention import normalised, number, query_for, widened
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.kernels.triton.norm import as_stored
+from segue.sizes import next_power_of_2
 
 _AT_ONCE = tl.constexpr(8)  # splits that are combined at a time
 _WARPS = 4
@@ -302,7 +303,7 @@ def attend_token(
         key_inverse=None if scales is None else 1 / scales[0],
         value_inverse=None if scales is None else 1 / scales[1],
         SPLITS=splits,
-        GP=max(16, triton.next_power_of_2(group)),
+        GP=max(16, next_power_of_2(group)),
         BLOCK=block,
         STAGES=stages,
         WORDS=scales is not None and head_dim >= 64,
