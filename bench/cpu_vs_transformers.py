@@ -2,10 +2,10 @@
 
 All runs are bfloat16 and greedy, and ignore EOS. Decode: 128 tokens after prompts of 128, at batch 1 and 16;
 a token's time is ``(t(128 new) - t(1 new)) / 127``, which leaves prefill out. Prefill: the first token after
-a prompt of 1024. The engines take turns, each repetition has its own prompts, and medians are compared.
-Transformers runs with SDPA, its default, and with eager attention, and the better of the two counts; its KV
-cache is its default. Segue has its defaults, but no prefix cache. The roofline is by the speeds of memory and
-arithmetic that `bench.roofline` measures.
+a prompt of 1024. A CPU with AMX has a file of results of its own. The engines take turns, each repetition has
+its own prompts, and medians are compared. Transformers runs with SDPA, its default, and with eager attention,
+and the better of the two counts; its KV cache is its default. Segue has its defaults, but no prefix cache.
+The roofline is by the speeds of memory and arithmetic that `bench.roofline` measures.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from bench import report, roofline, workload
 from segue.checkpoint.source import resolve
 from segue.config import default_cache_dir
 from segue.doctor.machine import num_cores
+from segue.kernels.cpu.build import kernels
 from tests.fixtures.make_reference import load_model
 
 Generate = Callable[[list[list[int]], int], None]
 """(prompts of equal length, new tokens per prompt): generates the tokens."""
 
+NAME = "cpu_vs_transformers"  # of the results
 PREFILL_LEN = 1024
 DECODE_PROMPT_LEN = 128
 DECODE_TOKENS = 128
@@ -150,7 +152,7 @@ def main() -> int:
         ],
     )
     path = report.save(
-        "cpu_vs_transformers",
+        NAME + ("_amx" if kernels().tiles else ""),
         {
             "unit": "tokens/s",
             "medians": medians,
