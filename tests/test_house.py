@@ -40,7 +40,7 @@ GLOSSARY: list[tuple[str, str, str | None]] = [
     (r"\bgated (product|kernel)|\bgated_(product|linear)", "gate-up SiLU GEMM", None),
     (r"\bplacing\b|\bPlacement\b", "QK-norm, RoPE and KV store", None),
     (r"\.(tell|hear)\(", "send, on_reply", r"\bfile\.tell\(\)"),
-    (r"\blook_up\b", "gather_inputs", None),
+    (r"\blook_up\b", "embed_inputs", None),
     (r"\blanding\b", "receive buffer", None),
     (r"\blive weights?\b|\bLiveWeights\b|\b(becomes?|became|make \w+) live\b", "served weights", None),
     (r"\bname[ _]tables?\b|\bNameTable\b", "weight map", None),

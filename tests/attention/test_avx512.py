@@ -62,7 +62,7 @@ def test_a_query_that_attends_to_no_key_gives_zero() -> None:
     assert output[5:].abs().sum() == 0
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 8), (1, 5)])
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 8), (1, 5), (1, 16), (1, 17), (2, 20)])
 def test_groups_of_any_size(kv_heads: int, group: int) -> None:
     case([1, 1, 20], [9, 400, 150], 2, kv_heads=kv_heads, group=group).check()
 
@@ -100,7 +100,7 @@ def batches(draw: st.DrawFn) -> Case:
         page_size=draw(st.sampled_from([1, 3, 16, 64])),
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 5)),
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(st.sampled_from([64, 128, 192, 256, 512])),
         make=draw(st.sampled_from([AVX512Attention, AVX512InvariantAttention])),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -96,18 +97,26 @@ def test_on_a_cpu_nothing_is_watched_and_triton_is_not_needed(monkeypatch: pytes
         pass
 
 
-def test_undefined_tensors_of_the_thread_that_compiles_are_zeros() -> None:
+def test_undefined_tensors_of_the_thread_that_compiles_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sevens(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **options: make(*args, **options).fill_(7)
+
+    for owner, name in compilations._UNDEFINED:
+        monkeypatch.setattr(owner, name, sevens(getattr(owner, name)))
     made = torch.empty, torch.empty_like, torch.Tensor.new_empty
-    found: list[torch.Tensor] = []
-    ones = torch.ones(1 << 16)
+
+    def values() -> list[list[int]]:
+        ones = torch.ones(2, dtype=torch.int64)
+        tensors = torch.empty(2, dtype=torch.int64), torch.empty_like(ones), ones.new_empty(2)
+        return [tensor.tolist() for tensor in tensors]
+
+    others: list[list[int]] = []
     with compilations._zeros():
-        for tensor in (torch.empty(1 << 16), torch.empty_like(ones), ones.new_empty(1 << 16)):
-            assert not tensor.any()
-        replaced = torch.empty
-        thread = threading.Thread(target=lambda: found.append(replaced(3, dtype=torch.int64)))
+        assert values() == [[0, 0]] * 3
+        thread = threading.Thread(target=lambda: others.extend(values()))
         thread.start()
         thread.join()
-    assert len(found) == 1 and found[0].shape == (3,)  # it may have any values
+    assert others == [[7, 7]] * 3
     assert (torch.empty, torch.empty_like, torch.Tensor.new_empty) == made
 
 

@@ -51,15 +51,19 @@ inline float number(const uint8_t* at) {
     return result;
 }
 inline void multiply(int to, int a, int b) {
-    for (int m = 0; m < 16; m++)
-        for (int n = 0; n < 16; n++) {
-            float sum;
-            memcpy(&sum, tile(to).rows[m] + 4 * n, 4);
-            for (int k = 0; k < 16; k++)
-                for (int i = 0; i < 2; i++)
-                    sum += number(tile(a).rows[m] + 4 * k + 2 * i) * number(tile(b).rows[k] + 4 * n + 2 * i);
-            memcpy(tile(to).rows[m] + 4 * n, &sum, 4);
+    float second[32][16];  // number i of pair k of column n is second[2 * k + i][n]
+    for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 16; n++)
+            for (int i = 0; i < 2; i++) second[2 * k + i][n] = number(tile(b).rows[k] + 4 * n + 2 * i);
+    for (int m = 0; m < 16; m++) {
+        float sums[16];
+        memcpy(sums, tile(to).rows[m], sizeof(sums));
+        for (int k = 0; k < 32; k++) {
+            float first = number(tile(a).rows[m] + 2 * k);
+            for (int n = 0; n < 16; n++) sums[n] += first * second[k][n];
         }
+        memcpy(tile(to).rows[m], sums, sizeof(sums));
+    }
 }
 
 }  // namespace emulated

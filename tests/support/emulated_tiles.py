@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from shlex import quote
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,9 +21,10 @@ HEADER = Path(__file__).with_suffix(".h")
 def emulated() -> Kernels:
     """Compile the kernels with the emulated instructions, and load them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", f"c++ -include {HEADER}")
-        library = build.compile_into(Path(mkdtemp()))
-    return Kernels(library=build.load(library), tiles=True)
+        patch.setenv("CXX", f"c++ -include {quote(str(HEADER))}")
+        with TemporaryDirectory() as directory:
+            library = build.load(build.compile_into(Path(directory)))
+    return Kernels(library=library, tiles=True)
 
 
 def use(patch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def _zeros() -> Iterator[None]:
     The functions of torch that make them are replaced meanwhile. A `TorchFunctionMode` would do the same, but
     Python asks it about each attribute of a tensor, too: 78,000 times in the warm-up of Qwen3-0.6B.
     """
-    own, made = threading.get_ident(), [getattr(owner, name) for owner, name in _UNDEFINED]
+    own = threading.get_ident()
 
     def cleared(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*args: Any, **options: Any) -> Tensor:
@@ -254,10 +254,14 @@ def _zeros() -> Iterator[None]:
 
         return call
 
+    replaced = [(owner, name, vars(owner).get(name)) for owner, name in _UNDEFINED]
     try:
-        for (owner, name), make in zip(_UNDEFINED, made, strict=True):
-            setattr(owner, name, cleared(make))
+        for owner, name, _ in replaced:
+            setattr(owner, name, cleared(getattr(owner, name)))
         yield
     finally:
-        for (owner, name), make in zip(_UNDEFINED, made, strict=True):
-            setattr(owner, name, make)
+        for owner, name, make in replaced:
+            if make is None:  # it is inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, make)

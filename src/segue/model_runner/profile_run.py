@@ -6,6 +6,7 @@ Sizes that cannot fit are refused before anything is computed, and a long profil
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -130,7 +131,10 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
     meter = PeakMeter(resolved.device)
 
     def run() -> None:
-        model.logits(model(ctx)[: resolved.max_running_requests])
+        step = ctx
+        if resolved.device.type == "cuda":  # as in steps, whose contexts keep the embeddings
+            step = replace(ctx, input_ids=None, input_embeds=model.embeddings(ctx))
+        model.logits(model(step)[: resolved.max_running_requests])
 
     with torch.inference_mode():
         if resolved.device.type == "cuda":

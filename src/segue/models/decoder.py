@@ -311,7 +311,7 @@ class Decoder(Layer):
         `reader`, the layer that alone reads them, the norm may be left to it; see `RMSNorm`.
         """
         ctx.backend.prepare(ctx)
-        x = self._embed(ctx)
+        x = self.embeddings(ctx)
         angles = self.rotary.angles(ctx.positions, x.dtype)
         residual = None
         *layers, last = self.layers
@@ -321,8 +321,11 @@ class Decoder(Layer):
         hidden: Activations = self.norm(x, residual, reader=reader)[0]
         return hidden
 
-    def _embed(self, ctx: Context) -> Tensor:
-        """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0."""
+    def embeddings(self, ctx: Context) -> Tensor:
+        """Return this rank's summand, which the first norm sums: ids of other ranks' shards give 0.
+
+        `[T, hidden]`; those that the context has may be overwritten, so that it is good for one pass.
+        """
         if ctx.input_embeds is not None:
             return ctx.input_embeds
         assert ctx.input_ids is not None, "a context has the one or the other"

@@ -310,9 +310,9 @@ def main(spec: dict[str, Any]) -> None:
     tp, run_dir = TPInfo(rank=spec["rank"], size=spec["size"]), Path(spec["run_dir"])
     if config.device != "cpu":
         compilations.start_processes(tp.size)  # before there is a thread
-        if can_compile():
-            _prepare_device(tp.rank)
     threading.Thread(target=_watch_lifeline, name="lifeline", daemon=True).start()
+    if config.device != "cpu" and can_compile():
+        _prepare_device(tp.rank)
     configure(config.log_level, config.log_format, rank=tp.rank if tp.size > 1 else None)
     shows_start = spec["shows_start"]
     addresses = (f"ipc://{run_dir}/to_scheduler", f"ipc://{run_dir}/to_frontend")

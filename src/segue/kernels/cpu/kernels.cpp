@@ -25,6 +25,7 @@ class Tiles {
             uint8_t rows[16] = {};
         } shapes;
         for (int i = 0; i < 8; i++) shapes.row_bytes[i] = kTileBytes, shapes.rows[i] = 16;
+        asm volatile("" ::"r"(&shapes) : "memory");  // the compiler takes it that only a part is read
         if (on_) _tile_loadconfig(&shapes);
     }
     ~Tiles() {
@@ -94,7 +95,7 @@ inline __m512 sums(const __m512* a) {
 
 // Returns the products of M rows of x by N rows of the weight (M * N <= 16): lane m * N + n.
 template <int M, int N>
-inline __m512 tile(const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t depth) {
+inline __m512 products(const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t depth) {
     __m512 acc[16];
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
     int64_t k = 0;
@@ -133,9 +134,9 @@ struct Gemm {
 
 template <int M, int N>
 inline void block(const Gemm& g, int64_t n) {
-    __m512 y = tile<M, N>(g.x, g.depth, g.w + n * g.depth, g.depth, g.depth);
+    __m512 y = products<M, N>(g.x, g.depth, g.w + n * g.depth, g.depth, g.depth);
     if (g.gated)
-        y = _mm512_mul_ps(silu(y), tile<M, N>(g.x, g.depth, g.w + (g.size + n) * g.depth, g.depth, g.depth));
+        y = _mm512_mul_ps(silu(y), products<M, N>(g.x, g.depth, g.w + (g.size + n) * g.depth, g.depth, g.depth));
     if (g.bias) {
         alignas(64) float b[16] = {};
         for (int i = 0; i < M * N; i++)
@@ -390,12 +391,12 @@ inline void narrow_rows(const float (*first)[16], const float (*second)[16], __m
     transpose_halves(rows);
 }
 
-// Adds the bias to a block's sums.
-inline void add_bias(const Gemm& g, float (*sums)[16][16], int64_t n) {
+// Adds the bias to a block's sums, of `count` rows of x.
+inline void add_bias(const Gemm& g, float (*sums)[16][16], int64_t count, int64_t n) {
     for (int half = 0; half < 2; half++)
         for (int64_t i = 0; i < 16 && n + 16 * half + i < g.size; i++) {
             __m512 bias = widen(_mm256_set1_epi16((int16_t)g.bias[n + 16 * half + i]));
-            for (int rows = 0; rows < 4; rows += 2) {
+            for (int rows = 0; rows < (count > 16 ? 4 : 2); rows += 2) {
                 float* at = sums[rows + half][i];
                 _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), bias));
             }
@@ -404,7 +405,7 @@ inline void add_bias(const Gemm& g, float (*sums)[16][16], int64_t n) {
 
 // Writes a block's results in bfloat16; for `sums` see `multiply_panel`, for the others `block_by_panel`.
 inline void write_block(const Gemm& g, float (*sums)[16][16], int64_t m, int64_t count, int64_t n) {
-    if (g.bias) add_bias(g, sums, n);
+    if (g.bias) add_bias(g, sums, count, n);
     bf16* out = (bf16*)g.out + m * g.size + n;
     __mmask32 mask = first32(g.size - n);
     __m512i rows[16];
@@ -490,7 +491,7 @@ inline void gemm_by_panels(const Gemm& g) {
 
 // All M rows of x, which are `x_stride` apart and padded as the panel's are, by a panel of columns from `n`
 // on. Rows of the weight are packed, in registers, and not those of x: an element is added up in the order of
-// `gemm_by_panels`.
+// `gemm_by_panels` without tiles.
 template <int M>
 inline void few_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t x_stride, int64_t n) {
     __m512 acc[2][M];
@@ -527,7 +528,7 @@ inline void few_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t x
     }
 }
 
-// Up to four rows of x, with the bits of `gemm_by_panels`. For long rows of the weight this is slower than
+// Up to four rows of x, with the bits of `gemm_by_panels` without tiles. For long rows of the weight this is slower than
 // `gemm_of_few_rows`.
 inline void gemm_of_few_rows_invariant(const Gemm& g) {
     int64_t stride = (g.depth + kLanes - 1) / kLanes * kLanes, per = g.gated ? 16 : 32;
@@ -725,14 +726,15 @@ inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64
 struct Chunk {
     const bf16 *keys[kChunk], *values[kChunk];
     int64_t count, group, dim;
-    std::vector<float> weights;                  // per head and key: a score, then its exponential
-    std::vector<bf16> query, narrowed, packed;  // with tiles: of queries, weights and values
+    std::vector<float> weights;   // per head and key: a score, then its exponential
+    std::vector<bf16> narrowed;  // with tiles: the weights of 16 heads, 0 for those that do not exist
+    std::unique_ptr<bf16[]> query, packed;  // with tiles: queries and values
 
     Chunk(int64_t group, int64_t dim, bool tiles) : group(group), dim(dim), weights(group * kChunk) {
         if (!tiles) return;
-        query.resize(16 * dim);
         narrowed.resize(16 * kChunk);
-        packed.resize(kChunk * dim);
+        query.reset(new bf16[16 * dim]);
+        packed.reset(new bf16[kChunk * dim]);
     }
 
     void score(const bf16* q, float scale) {
@@ -755,7 +757,7 @@ struct Chunk {
     void score_by_tiles(const bf16* q, float scale, int64_t stride) {
         const bf16* heads[16];
         for (int64_t g = 0; g < group; g++) heads[g] = q + g * dim;
-        pack_columns(heads, group, query.data(), dim);
+        pack_columns(heads, group, query.get(), dim);
         finish_stores();
         int64_t bytes = stride * sizeof(bf16);
         for (int64_t j = 0; j < count; j += 32) {
@@ -764,7 +766,7 @@ struct Chunk {
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t d = 0; d < dim; d += kLanes) {
-                _tile_loadd(4, query.data() + d * 16, kTileBytes);
+                _tile_loadd(4, query.get() + d * 16, kTileBytes);
                 _tile_loadd(5, keys[j] + d, bytes);
                 _tile_dpbf16ps(0, 5, 4);
                 if (!both) continue;
@@ -835,7 +837,7 @@ struct Chunk {
     void weigh_values_by_tiles(float* result) {
         int64_t end = (count + 31) / 32 * 32;
         for (int64_t j = 0; j < end; j += 16) {
-            pack_values(values + j, std::min<int64_t>(16, count - j), packed.data() + j * dim, dim);
+            pack_values(values + j, std::min<int64_t>(16, count - j), packed.get() + j * dim, dim);
             for (int64_t g = 0; g < group; g++) {
                 __m256i w = j < count ? narrow(_mm512_loadu_ps(weights.data() + g * kChunk + j)) : __m256i{};
                 _mm256_storeu_si256((__m256i*)(narrowed.data() + g * kChunk + j), w);
@@ -849,7 +851,7 @@ struct Chunk {
             _tile_zero(2);
             _tile_zero(3);
             for (int64_t j = 0; j < end; j += 32) {
-                const bf16* v = packed.data() + j * dim + 2 * d;
+                const bf16* v = packed.get() + j * dim + 2 * d;
                 int64_t bytes = 2 * dim * sizeof(bf16);
                 _tile_loadd(4, narrowed.data() + j, kChunk * sizeof(bf16));
                 _tile_loadd(5, v, bytes);
@@ -951,9 +953,9 @@ namespace {
 
 constexpr int64_t kQueries = 64, kKeys = 256;  // of a block of prefill
 
-// Sums of products of kTileRows rows by 64 columns, which are four times 16.
-constexpr int64_t kTileRows = 4;
-struct Tile {
+// Sums of products of kRegisterRows rows by 64 columns, which are four times 16.
+constexpr int64_t kRegisterRows = 4;
+struct Registers {
     __m512 acc[4][4];
     inline void clear() { *this = {}; }
     inline void load(const float* p, int64_t stride) {
@@ -984,7 +986,7 @@ struct Tile {
     }
 };
 
-// The same for kTileRows * 8 rows by 32 columns with tiles of AMX, to the sums at `out` or to 0. Per 16 pairs,
+// The same for 32 rows and 32 columns with tiles of AMX, to the sums at `out` or to 0. Per 16 pairs,
 // rows of `b` are `b_stride` apart, and the next 16 pairs begin `b_step` later.
 inline void multiply_by_tiles(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
                               int64_t b_step, int64_t pairs, bool add, float* out, int64_t out_stride) {
@@ -1035,7 +1037,7 @@ struct Block {
     // Queries `first_q` to `first_q + num_q - 1` of `head` attend; query i sees keys 0 to before + i.
     void attend(const bf16* query, int64_t q_stride, const bf16* k, const bf16* v, bf16* out, int64_t head,
                 int64_t first_q, int64_t num_q, int64_t before, const Heads& s) {
-        int64_t dim = s.dim, at_once = s.tiles ? 32 : kTileRows, rows = (num_q + at_once - 1) / at_once * at_once;
+        int64_t dim = s.dim, at_once = s.tiles ? 32 : kRegisterRows, rows = (num_q + at_once - 1) / at_once * at_once;
         for (int64_t r = 0; r < rows; r++)
             memcpy(q.data() + r * dim, query + (first_q + std::min(r, num_q - 1)) * q_stride + head * dim,
                    dim * sizeof(bf16));
@@ -1057,7 +1059,7 @@ struct Block {
                                                          _mm512_set1_ps(1.0f / total[r]))));
     }
 
-    // The scores of `num` keys, for a number of rows from `r` on: 32 with tiles, or else kTileRows.
+    // The scores of `num` keys, for a number of rows from `r` on: 32 with tiles, or else kRegisterRows.
     void score(const bf16* k, int64_t r, int64_t num, const Heads& s) {
         const bf16* rows = q.data() + r * s.dim;
         float* to = scores.data() + r * kKeys;
@@ -1067,7 +1069,7 @@ struct Block {
                                   kKeys);
         else
             for (int64_t j = 0; j < num; j += 64) {
-                Tile t;
+                Registers t;
                 t.clear();
                 t.multiply(rows, s.dim, k + j * s.dim, 32, 16 * s.dim, s.dim / 2);
                 t.store(to + j, kKeys);
@@ -1084,7 +1086,7 @@ struct Block {
                                   s.dim);
         else
             for (int64_t d = 0; d < s.dim; d += 64) {
-                Tile t;
+                Registers t;
                 t.load(to + d, s.dim);
                 t.multiply(rows, kKeys, v + 2 * d, 2 * s.dim, 32, num / 2);
                 t.store(to + d, s.dim);

@@ -90,7 +90,10 @@ def _sum_row(maxima, sums, out, num_chunks, CHUNKS: tl.constexpr):
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`, with the arithmetic of `sample_plain`."""
+    """Returns the log-sum-exp, float32 `[n]`, of float32 `[n, V]`.
+
+    It is added up as in `sample_plain` without `part`.
+    """
     count, vocab_size = logits.shape
     num_chunks = ceil_div(vocab_size, _CHUNK)
     maxima, sums = torch.empty((2, count, num_chunks), device=logits.device)
