@@ -1,5 +1,6 @@
 // Kernels for CPUs with AVX512-BF16. All tensors are bfloat16 unless said otherwise, rows are contiguous.
 #include <immintrin.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,11 +12,12 @@
 namespace {
 
 using bf16 = uint16_t;
-constexpr int kLanes = 32;  // bfloat16 numbers per register
+constexpr int kLanes = 32;          // bfloat16 numbers per register
 constexpr int64_t kPackedRows = 5;  // rows of x from which packing them is worth it
 constexpr int64_t kTileBytes = 64;  // of a row of a tile of AMX
 
-// The tiles of AMX in a thread while it lives: eight tiles of 16 rows of 64 bytes. Without `on` it does nothing.
+// The tiles of AMX in a thread while it lives: eight tiles of 16 rows of 64 bytes. Without `on` it does
+// nothing.
 class Tiles {
    public:
     explicit Tiles(bool on) : on_(on) {
@@ -136,7 +138,8 @@ template <int M, int N>
 inline void block(const Gemm& g, int64_t n) {
     __m512 y = products<M, N>(g.x, g.depth, g.w + n * g.depth, g.depth, g.depth);
     if (g.gated)
-        y = _mm512_mul_ps(silu(y), products<M, N>(g.x, g.depth, g.w + (g.size + n) * g.depth, g.depth, g.depth));
+        y = _mm512_mul_ps(silu(y),
+                          products<M, N>(g.x, g.depth, g.w + (g.size + n) * g.depth, g.depth, g.depth));
     if (g.bias) {
         alignas(64) float b[16] = {};
         for (int i = 0; i < M * N; i++)
@@ -204,9 +207,13 @@ inline void pack_columns(const bf16* const* rows, int64_t count, bf16* out, int6
     }
 }
 
-// Rows of x that are packed at a time: as many as stay in a core's L2 cache.
-inline int64_t rows_at_once(int64_t depth) {
-    return std::clamp<int64_t>(655360 / (depth * sizeof(bf16)) / 32 * 32, 128, 512);
+constexpr int64_t kGroup = 128;  // rows of x that a thread takes at a time, with one panel of the weight
+
+// Rows of x that are packed at a time: as many as stay in a core's L2 cache, or where that leaves many
+// threads without work, more.
+inline int64_t rows_at_once(int64_t depth, int64_t panels) {
+    int64_t rows = std::clamp<int64_t>(655360 / (depth * sizeof(bf16)) / 32 * 32, kGroup, 512);
+    return panels * (rows / kGroup) < 4 * omp_get_max_threads() ? 512 : rows;
 }
 
 // Turns rows into columns.
@@ -308,15 +315,15 @@ inline void multiply_rows(const bf16* w, int64_t w_stride, const bf16* x, int64_
 }
 
 // Products of 32 rows of the weight and 32 packed rows of x, or 16 if not `both`. Those of the first 16 rows
-// of the weight and of x are sums[0]; those of the second 16 rows of the weight sums[1], of x sums[2] and [3].
-inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool both,
-                           float (*sums)[16][16]) {
+// of the weight and of x are sums[0]; those of the second 16 rows of the weight sums[1], of x sums[2] and
+// [3].
+inline void multiply_panel(const Panel& w, const bf16* x, int64_t steps, bool both, float (*sums)[16][16]) {
     for (int half = 0; half < 2; half++) {
         const bf16* rows = half ? w.second : w.first;
         if (both)
             for (int n = 0; n < 16; n += 8)
-                multiply_rows<8, 2>(rows + n * w.stride, w.stride, x, steps * 512, steps * 16,
-                                    sums[half] + n, 512, w.ahead);
+                multiply_rows<8, 2>(rows + n * w.stride, w.stride, x, steps * 512, steps * 16, sums[half] + n,
+                                    512, w.ahead);
         else if (w.stride % 1024)
             multiply_rows<16, 1>(rows, w.stride, x, 0, steps * 16, sums[half], 0, w.ahead);
         else  // 16 rows would be in the same few places of the L1 cache
@@ -359,8 +366,8 @@ inline void multiply_panel_by_tiles(const Panel& w, const bf16* x, int64_t steps
     _tile_stored(3, sums[3], kTileBytes);
 }
 
-// Transposes two matrices of 16 x 16 bfloat16 numbers, one in the lower halves of the registers and one in the
-// upper ones.
+// Transposes two matrices of 16 x 16 bfloat16 numbers, one in the lower halves of the registers and one in
+// the upper ones.
 inline void transpose_halves(__m512i* r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -377,14 +384,16 @@ inline void transpose_halves(__m512i* r) {
             t[i + 2 * j] = _mm512_unpacklo_epi64(r[i + j], r[i + j + 4]);
             t[i + 2 * j + 1] = _mm512_unpackhi_epi64(r[i + j], r[i + j + 4]);
         }
-    __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+            odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
     for (int j = 0; j < 8; j++) {
         r[j] = _mm512_permutex2var_epi64(t[j], even, t[j + 8]);
         r[j + 8] = _mm512_permutex2var_epi64(t[j], odd, t[j + 8]);
     }
 }
 
-// Narrows two matrices of 16 columns with 16 numbers each; rows[r] gets row r of `first`, then that of `second`.
+// Narrows two matrices of 16 columns with 16 numbers each; rows[r] gets row r of `first`, then that of
+// `second`.
 inline void narrow_rows(const float (*first)[16], const float (*second)[16], __m512i* rows) {
     for (int i = 0; i < 16; i++)
         rows[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(second[i]), _mm512_load_ps(first[i]));
@@ -434,8 +443,8 @@ inline void write_gated_block(const Gemm& g, float (*sums)[16][16], int64_t m, i
 }
 
 // Rows `m` to `m + count - 1` (count <= 32), which are packed at `x`, by a panel of columns from `n` on.
-inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t m, int64_t count,
-                           int64_t n, bool fetch) {
+inline void block_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t m, int64_t count, int64_t n,
+                           bool fetch) {
     alignas(64) float sums[4][16][16];
     int64_t steps = (g.depth + kLanes - 1) / kLanes;
     if (g.tiles)
@@ -460,7 +469,7 @@ inline bf16* room(std::vector<bf16>& buffer, int64_t size) {
 // Each number of the weight is multiplied by 16 rows of x, which are packed first. It stays where it is.
 inline void gemm_by_panels(const Gemm& g) {
     int64_t steps = (g.depth + kLanes - 1) / kLanes, per = g.gated ? 16 : 32;
-    int64_t panels = (g.size + per - 1) / per, at_once = rows_at_once(g.depth);
+    int64_t panels = (g.size + per - 1) / per, at_once = rows_at_once(g.depth, panels);
     static thread_local std::vector<bf16> columns;  // of the thread that calls; all share them
     bf16* packed = room(columns, std::min(at_once, (g.rows + 15) / 16 * 16) * steps * kLanes);
 #pragma omp parallel
@@ -476,12 +485,12 @@ inline void gemm_by_panels(const Gemm& g) {
                 for (int64_t j = 0; j < here; j++) rows[j] = g.x + (first + i + j) * g.depth;
                 pack_columns(rows, here, packed + i * steps * kLanes, g.depth);
             }
-            int64_t groups = (count + 127) / 128;  // of rows: so that there is work for many threads
+            int64_t groups = (count + kGroup - 1) / kGroup;
 #pragma omp for schedule(static)
             for (int64_t work = 0; work < panels * groups; work++) {
-                int64_t n = work / groups * per, from = work % groups * 128;
+                int64_t n = work / groups * per, from = work % groups * kGroup;
                 Panel panel(g, n, copy);
-                for (int64_t m = from; m < std::min(from + 128, count); m += 32)
+                for (int64_t m = from; m < std::min(from + kGroup, count); m += 32)
                     block_by_panel(g, panel, packed + m * steps * kLanes, first + m,
                                    std::min<int64_t>(32, count - m), n, m == 0);
             }
@@ -528,8 +537,8 @@ inline void few_by_panel(const Gemm& g, const Panel& w, const bf16* x, int64_t x
     }
 }
 
-// Up to four rows of x, with the bits of `gemm_by_panels` without tiles. For long rows of the weight this is slower than
-// `gemm_of_few_rows`.
+// Up to four rows of x, with the bits of `gemm_by_panels` without tiles. For long rows of the weight this is
+// slower than `gemm_of_few_rows`.
 inline void gemm_of_few_rows_invariant(const Gemm& g) {
     int64_t stride = (g.depth + kLanes - 1) / kLanes * kLanes, per = g.gated ? 16 : 32;
     int64_t panels = (g.size + per - 1) / per;
@@ -726,7 +735,7 @@ inline void pack_values(const bf16* const* rows, int64_t count, bf16* out, int64
 struct Chunk {
     const bf16 *keys[kChunk], *values[kChunk];
     int64_t count, group, dim;
-    std::vector<float> weights;   // per head and key: a score, then its exponential
+    std::vector<float> weights;  // per head and key: a score, then its exponential
     std::vector<bf16> narrowed;  // with tiles: the weights of 16 heads, 0 for those that do not exist
     std::unique_ptr<bf16[]> query, packed;  // with tiles: queries and values
 
@@ -988,8 +997,9 @@ struct Registers {
 
 // The same for 32 rows and 32 columns with tiles of AMX, to the sums at `out` or to 0. Per 16 pairs,
 // rows of `b` are `b_stride` apart, and the next 16 pairs begin `b_step` later.
-inline void multiply_by_tiles(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t b_column,
-                              int64_t b_step, int64_t pairs, bool add, float* out, int64_t out_stride) {
+inline void multiply_by_tiles(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride,
+                              int64_t b_column, int64_t b_step, int64_t pairs, bool add, float* out,
+                              int64_t out_stride) {
     int64_t a_bytes = a_stride * sizeof(bf16), b_bytes = b_stride * sizeof(bf16),
             out_bytes = out_stride * sizeof(float);
     finish_stores();
@@ -1037,7 +1047,8 @@ struct Block {
     // Queries `first_q` to `first_q + num_q - 1` of `head` attend; query i sees keys 0 to before + i.
     void attend(const bf16* query, int64_t q_stride, const bf16* k, const bf16* v, bf16* out, int64_t head,
                 int64_t first_q, int64_t num_q, int64_t before, const Heads& s) {
-        int64_t dim = s.dim, at_once = s.tiles ? 32 : kRegisterRows, rows = (num_q + at_once - 1) / at_once * at_once;
+        int64_t dim = s.dim, at_once = s.tiles ? 32 : kRegisterRows,
+                rows = (num_q + at_once - 1) / at_once * at_once;
         for (int64_t r = 0; r < rows; r++)
             memcpy(q.data() + r * dim, query + (first_q + std::min(r, num_q - 1)) * q_stride + head * dim,
                    dim * sizeof(bf16));
@@ -1065,8 +1076,8 @@ struct Block {
         float* to = scores.data() + r * kKeys;
         if (s.tiles)
             for (int64_t j = 0; j < num; j += 32)
-                multiply_by_tiles(rows, s.dim, k + j * s.dim, 32, 16 * s.dim, 16 * 32, s.dim / 2, false, to + j,
-                                  kKeys);
+                multiply_by_tiles(rows, s.dim, k + j * s.dim, 32, 16 * s.dim, 16 * 32, s.dim / 2, false,
+                                  to + j, kKeys);
         else
             for (int64_t j = 0; j < num; j += 64) {
                 Registers t;
