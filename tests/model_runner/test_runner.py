@@ -1,7 +1,9 @@
 """A whole runner on tiny models: hand-written plans give the results of transformers."""
 
+import json
 import math
 import re
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from segue.model_runner.grid import resolve_grid
 from segue.model_runner.resolved_config import resolve_config
 from segue.model_runner.runner import NUM_RECENT, ModelRunner
 from segue.model_runner.startup import Startup
-from segue.models.decoder import Decoder
+from segue.models.decoder import Decoder, DecoderLayer
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
@@ -369,6 +371,20 @@ def test_the_profile_run_is_as_large_as_a_step_can_be(llama, monkeypatch, chunk,
     monkeypatch.setattr(Decoder, "logits", lambda model, h: counts.append(len(h)) or logits(model, h))
     making.make_runner(llama[0], chunked_prefill_size=chunk, max_running_requests=rows).close()
     assert counts == [max(chunk, rows), rows]
+
+
+def test_the_profile_run_leaves_out_equal_layers(llama, monkeypatch, tmp_path):
+    directory = shutil.copytree(llama[0], tmp_path / "deep")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    calls, call = [], DecoderLayer.__call__
+    monkeypatch.setattr(
+        DecoderLayer, "__call__", lambda layer, *args: calls.append(layer) or call(layer, *args)
+    )
+    runner = making.make_runner(directory, load_format="dummy")
+    layers = list(runner.model.layers)
+    runner.close()
+    assert len(layers) == 5 and calls == [layers[0], layers[-1]]
 
 
 @pytest.fixture

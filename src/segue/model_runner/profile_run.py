@@ -66,12 +66,14 @@ def measure_activations(
 
     The buffers that the attention backend keeps are among them.
 
-    The profile run has a small KV pool of its own, and sequences as long as the model allows.
+    The profile run has a small KV pool of its own, and sequences as long as the model allows. Of equal layers
+    it runs the first and the last one: layers leave nothing behind but what the next one takes.
 
     Raises:
         OutOfMemoryError: the device has too little memory for the profile run.
     """
-    _announce(model, resolved)
+    with model.distinct_layers():
+        _announce(model, resolved)
     try:
         return _measure(model, resolved, selection, shape)
     except torch.OutOfMemoryError as error:
@@ -136,9 +138,9 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
             step = replace(ctx, input_ids=None, input_embeds=model.embeddings(ctx))
         model.logits(model(step)[: resolved.max_running_requests])
 
-    with torch.inference_mode():
+    with torch.inference_mode(), model.distinct_layers():
         if resolved.device.type == "cuda":
-            with compiled_together(resolved.device, model.shard.tp.size), model.distinct_layers():
+            with compiled_together(resolved.device, model.shard.tp.size):
                 run()
         meter.start()
         run()

@@ -340,7 +340,7 @@ class Decoder(Layer):
 
     @contextmanager
     def distinct_layers(self) -> Iterator[None]:
-        """Run only layers that launch different kernels while the block runs, in order to compile these.
+        """Run only layers that launch different kernels while the block runs: to compile or to measure these.
 
         They are the first one, the last one, and one between them of each kind that the first one is not of.
         A layer between them launches what the first one does behind its first norm, and begins as the last
