@@ -9,6 +9,7 @@ import torch
 from segue.attention.base import AttentionShape
 from segue.errors import ConfigError
 from segue.kernels.gemm_plan import DeviceFacts
+from segue.sizes import next_power_of_2
 
 _SIZES = (128, 64), (64, 64), (64, 32), (64, 16), (32, 16)  # rows and keys of prefill tiles, the best first
 
@@ -28,7 +29,7 @@ def choose_tiles(shape: AttentionShape, dtype: torch.dtype, device: DeviceFacts,
     Raises:
         ConfigError: no tile fits.
     """
-    width, size = 1 << max(4, (shape.head_dim - 1).bit_length()), dtype.itemsize
+    width, size = max(16, next_power_of_2(shape.head_dim)), dtype.itemsize
     group = shape.num_heads // shape.num_kv_heads
 
     def fits(rows: int, keys: int, copies: int = 1) -> bool:
@@ -44,7 +45,7 @@ def choose_tiles(shape: AttentionShape, dtype: torch.dtype, device: DeviceFacts,
     sizes = _SIZES if size == 2 else _SIZES[2:]
     prefill = next((each for each in sizes if each[0] >= group and fits(*each, copies)), None)
     most = (64 if size == 2 else 32) * (2 if fp8 else 1)  # as many bytes in flight
-    rows = 1 << max(4, (group - 1).bit_length())
+    rows = max(16, next_power_of_2(group))
     decode = next((keys for keys in (128, 64, 32, 16) if keys <= most and fits(rows, keys)), None)
     if prefill is None or decode is None:
         raise ConfigError(

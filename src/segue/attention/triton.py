@@ -290,5 +290,5 @@ class TritonInvariantAttention(TritonAttention):
 
     def decode(self, query: Tensor, output: Tensor, layer: int, ctx: Context) -> None:
         """See `PagedBackend.decode`. The splits share a row's spans, so there are not many more of them."""
-        splits = self._num_splits(ctx.num_decode, 1 << (self._max_spans - 1).bit_length())
+        splits = self._num_splits(ctx.num_decode, next_power_of_2(self._max_spans))
         self._attend(query, output, layer, ctx, blocks=None, splits=splits)

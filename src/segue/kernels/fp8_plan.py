@@ -21,6 +21,7 @@ from segue.kernels.gemm_plan import (
     programs_at_once,
     split_steps,
 )
+from segue.sizes import next_power_of_2
 
 MAX_FEW_ROWS = 64  # rows up to which a GEMM takes as long as reading the weight
 SPLIT_BLOCK = 128  # columns of a token that share a factor, if its numbers are sums of two in FP8
@@ -168,7 +169,7 @@ def valid_plans(shape: FP8Shape, device: DeviceFacts) -> Iterator[FP8Plan]:
 
 def _block_m(rows: int) -> int:
     """Returns the tokens of a tile."""
-    return max(16, 1 << (rows - 1).bit_length()) if rows <= MAX_FEW_ROWS else 128
+    return max(16, next_power_of_2(rows)) if rows <= MAX_FEW_ROWS else 128
 
 
 def _predict(plan: FP8Plan, shape: FP8Shape, device: DeviceFacts) -> float:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, NamedTuple
 
+from segue.sizes import next_power_of_2
+
 Kind = Literal["split", "whole", "gated"]
 """What a GEMM returns: split-K partials if that is faster, whole results, or `silu(gate) * up`, whole."""
 
@@ -117,10 +119,9 @@ def fewest_rows(rows: int) -> int:
 def valid_plans(shape: GemmShape, device: DeviceFacts) -> Iterator[GemmPlan]:
     """Yield the plans that the device can run and that are worth trying."""
     rows, size, depth = shape.rows, shape.size, shape.depth
+    tiles = {64, 128, 256} if rows > 128 else {64, 128}
     if rows <= 64:
-        tiles = {max(16, 1 << (rows - 1).bit_length())}
-    else:
-        tiles = {64, 128, 256} if rows > 128 else {64, 128}
+        tiles = {max(16, next_power_of_2(rows))}
     # Tiles of 32 rows of the weight are for programs that cannot be split along K.
     columns = (32, 64, 128) if rows <= 16 and shape.kind == "gated" else (64, 128)
     splits = _SPLITS if shape.kind == "split" else (1,)

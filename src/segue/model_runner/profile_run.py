@@ -72,10 +72,10 @@ def measure_activations(
     Raises:
         OutOfMemoryError: the device has too little memory for the profile run.
     """
-    with model.distinct_layers():
-        _announce(model, resolved)
     try:
-        return _measure(model, resolved, selection, shape)
+        with model.distinct_layers():
+            _announce(model, resolved)
+            return _measure(model, resolved, selection, shape)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"a step of {resolved.max_step_tokens} tokens "
@@ -138,7 +138,7 @@ def _measure(model: Decoder, resolved: ResolvedConfig, selection: Selection, sha
             step = replace(ctx, input_ids=None, input_embeds=model.embeddings(ctx))
         model.logits(model(step)[: resolved.max_running_requests])
 
-    with torch.inference_mode(), model.distinct_layers():
+    with torch.inference_mode():
         if resolved.device.type == "cuda":
             with compiled_together(resolved.device, model.shard.tp.size):
                 run()

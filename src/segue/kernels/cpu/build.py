@@ -37,7 +37,7 @@ _FLAGS = (
 _COMPILE_S = 120.0
 _POINTER, _SIZE = c_void_p, c_int64
 _ARGUMENTS = {
-    "gemm": [*[_POINTER] * 4, *[_SIZE] * 3, c_int, c_int, c_int, c_int],
+    "gemm": [*[_POINTER] * 4, *[_SIZE] * 3, *[c_int] * 4],
     "add_rms_norm": [*[_POINTER] * 4, _SIZE, _SIZE, c_float],
     "norm_rope_store": [_POINTER, _POINTER, c_float, *[_POINTER] * 5, *[_SIZE] * 4],
     "silu_mul": [_POINTER, _POINTER, _SIZE, _SIZE],
@@ -45,14 +45,7 @@ _ARGUMENTS = {
         *(_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 3, *[_SIZE] * 6, c_float, c_int)
     ],
     "prefill_attention": [
-        _POINTER,
-        _SIZE,
-        *[_POINTER] * 3,
-        _SIZE,
-        *[_POINTER] * 4,
-        *[_SIZE] * 7,
-        c_float,
-        c_int,
+        *(_POINTER, _SIZE, *[_POINTER] * 3, _SIZE, *[_POINTER] * 4, *[_SIZE] * 7, c_float, c_int)
     ],
 }
 

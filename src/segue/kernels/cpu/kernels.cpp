@@ -18,9 +18,9 @@ constexpr int64_t kTileBytes = 64;  // of a row of a tile of AMX
 
 // The tiles of AMX in a thread while it lives: eight tiles of 16 rows of 64 bytes. Without `on` it does
 // nothing.
-class Tiles {
+class TileSession {
    public:
-    explicit Tiles(bool on) : on_(on) {
+    explicit TileSession(bool on) : on_(on) {
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -30,11 +30,11 @@ class Tiles {
         asm volatile("" ::"r"(&shapes) : "memory");  // the compiler takes it that only a part is read
         if (on_) _tile_loadconfig(&shapes);
     }
-    ~Tiles() {
+    ~TileSession() {
         if (on_) _tile_release();
     }
-    Tiles(const Tiles&) = delete;
-    Tiles& operator=(const Tiles&) = delete;
+    TileSession(const TileSession&) = delete;
+    TileSession& operator=(const TileSession&) = delete;
 
    private:
     bool on_;
@@ -475,7 +475,7 @@ inline void gemm_by_panels(const Gemm& g) {
 #pragma omp parallel
     {
         std::vector<bf16> copy;
-        Tiles tiles(g.tiles);
+        TileSession session(g.tiles);
         for (int64_t first = 0; first < g.rows; first += at_once) {
             int64_t count = std::min(at_once, g.rows - first);
 #pragma omp for schedule(static)
@@ -903,7 +903,7 @@ extern "C" void decode_attention(const bf16* query, int64_t q_stride, const bf16
 #pragma omp parallel
     {
         Chunk chunk(group, dim, by_tiles);
-        Tiles session(by_tiles);
+        TileSession session(by_tiles);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < begin[rows] * kv_heads; work++) {
             int64_t item = work / kv_heads, h = work % kv_heads, r = owner[item];
@@ -995,8 +995,8 @@ struct Registers {
     }
 };
 
-// The same for 32 rows and 32 columns with tiles of AMX, to the sums at `out` or to 0. Per 16 pairs,
-// rows of `b` are `b_stride` apart, and the next 16 pairs begin `b_step` later.
+// The same sum by tiles of AMX, for 32 rows and 32 columns; with `add` it is added to what is at `out`. Rows
+// of `b` are `b_stride` apart within 16 pairs, and the next 16 pairs begin `b_step` later.
 inline void multiply_by_tiles(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride,
                               int64_t b_column, int64_t b_step, int64_t pairs, bool add, float* out,
                               int64_t out_stride) {
@@ -1153,7 +1153,7 @@ extern "C" void prefill_attention(const bf16* query, int64_t q_stride, const bf1
 #pragma omp parallel
     {
         Block block(dim);
-        Tiles session(sizes.tiles);
+        TileSession session(sizes.tiles);
         for (int64_t i = first; i < last; i++) {
             int64_t kv_len = kv_lens[i], padded = (kv_len + 63) / 64 * 64,
                     blind = std::max<int64_t>(0, q_starts[i + 1] - q_starts[i] - kv_len);
