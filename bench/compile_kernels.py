@@ -230,7 +230,7 @@ def _small(device: DeviceFacts) -> None:
         step_inputs.embed_inputs(*tokens, *tables, _bf16(100, size), 0, page_size=64, page_rows=128)
     if device.has_tma:  # other devices never take it
         gate_up_silu.run_large_m(_bf16(4096, 1024), _bf16(6144, 1024))
-    step_inputs.scatter(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), 8)
+    step_inputs.scatter(_int32(32), 8)
     numbers = torch.zeros((8, 32), dtype=torch.int32)
     step_inputs.list_pages(numbers, numbers[0, :8], numbers[0, :9], numbers.view(-1))
 

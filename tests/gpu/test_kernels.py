@@ -436,13 +436,19 @@ def test_a_row_gets_the_same_bits_beside_any_others(has_masks) -> None:
     assert torch.equal(logprobs, torch.where(columns["num_top"] >= 0, full, 1.0))
 
 
-def test_scattered_values_of_32_and_64_bits() -> None:
-    from segue.model_runner.batch_state import CUDAWriter
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("capacity", [16, 1 << 15])  # 132 words in many copies, or in one
+def test_scattered_values_of_32_and_64_bits(is_captured: bool, capacity: int) -> None:
+    from segue.model_runner.device_writer import CUDAWriter
 
-    writer = CUDAWriter(torch.device("cuda"), capacity=16)
+    writer = CUDAWriter(torch.device("cuda"), capacity=capacity)
     small = torch.zeros(10, 7, dtype=torch.int32, device="cuda")
     floats = torch.zeros(9, device="cuda")
     wide = torch.zeros(50, dtype=torch.int64, device="cuda")
+    if is_captured:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            writer.capture()
+        torch.cuda.synchronize()
     for round_ in range(1, 9):
         writer.write(small, np.arange(5, 12), np.arange(5, 12, dtype=np.int32) * round_)
         writer.write(floats, np.array([8, 0]), np.array([1.5, -2.5], dtype=np.float32) * round_)

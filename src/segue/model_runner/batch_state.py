@@ -16,6 +16,7 @@ from segue.kvcache.page_table import PageTable
 from segue.memory import backing
 from segue.messages.requests import SamplingParams
 from segue.messages.steps import NewSlot, StepPlan
+from segue.model_runner.device_writer import CUDAWriter, DeviceWriter
 from segue.model_runner.inputs import PlanArrays
 from segue.model_runner.mask_table import MaskTable
 from segue.sampling.token_rules import TokenRules
@@ -52,6 +53,30 @@ class SamplingColumns(Generic[Column]):
 
 _INTEGERS = ("top_k", "seed", "prompt_len", "min_len", "num_top", "guided")
 _FLOATS = tuple(field.name for field in fields(SamplingColumns) if field.name not in _INTEGERS)
+_WORDS_PER_SLOT = 2 * len(_INTEGERS) + len(_FLOATS)  # a word has 4 bytes
+
+
+def _columns(words: Column, num_slots: int) -> dict[str, Column]:
+    """Return views of all columns by name: first those of 8-byte integers, then those of floats."""
+    as_integers, as_floats = (
+        (torch.int64, torch.float32) if isinstance(words, Tensor) else (np.int64, np.float32)
+    )
+    end = 2 * len(_INTEGERS) * num_slots
+    integers: Any = words[:end].view(as_integers).reshape(-1, num_slots)
+    floats: Any = words[end:].view(as_floats).reshape(-1, num_slots)
+    return {**dict(zip(_INTEGERS, integers, strict=True)), **dict(zip(_FLOATS, floats, strict=True))}
+
+
+def _word_layout(num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the index of each word of slot 0 in the array of all columns, and its distance to slot 1's.
+
+    Both are `[_WORDS_PER_SLOT]`.
+    """
+    num_integers = len(_INTEGERS)
+    integers = 2 * num_slots * np.arange(num_integers)
+    floats = num_slots * (2 * num_integers + np.arange(len(_FLOATS)))
+    steps = np.repeat([2, 1], [2 * num_integers, len(_FLOATS)])
+    return np.concatenate([integers, integers + 1, floats]), steps
 
 
 class BatchState:
@@ -73,22 +98,15 @@ class BatchState:
         self.token_pool = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
-        # both are the same memory. A block holds the columns of one dtype, `[columns, slots]`.
-        self._host_blocks: list[NDArray[Any]] = [
-            np.zeros((len(_FLOATS), num_slots), dtype=np.float32),
-            np.zeros((len(_INTEGERS), num_slots), dtype=np.int64),
-        ]
-        names = (*_FLOATS, *_INTEGERS)
-        self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(
-            **dict(zip(names, (column for block in self._host_blocks for column in block), strict=True))
-        )
+        # both are the same memory. All columns lie in one array of 4-byte words, of which a slot has some.
+        self._host_words = np.zeros(num_slots * _WORDS_PER_SLOT, dtype=np.int32)
+        self._words_of_slot_0, self._words_to_next_slot = _word_layout(num_slots)
+        self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(**_columns(self._host_words, num_slots))
         self.host.num_top.fill(-1)
         # Alternatives reported with each log-probability of a prompt, by slot; only the host reads it.
         self.num_prompt_top = np.zeros(num_slots, dtype=np.int64)
-        self._device_blocks = [torch.from_numpy(block).to(device) for block in self._host_blocks]
-        self.on_device: SamplingColumns[Tensor] = SamplingColumns(
-            **dict(zip(names, (column for block in self._device_blocks for column in block), strict=True))
-        )
+        self._device_words = torch.from_numpy(self._host_words).to(device)
+        self.on_device: SamplingColumns[Tensor] = SamplingColumns(**_columns(self._device_words, num_slots))
         self.rules: dict[int, TokenRules] = {}  # by slot; most slots have no entry
         # Of guided requests; only the rank that samples has them.
         self.matchers: Matchers | None = None
@@ -102,8 +120,7 @@ class BatchState:
         """
         table = 4 * (max_seq_len // page_size + 32)
         tokens = 4 * (max_seq_len + 1)
-        columns = 4 * len(_FLOATS) + 8 * len(_INTEGERS)
-        return (max_running_requests + 1) * (table + tokens + columns)
+        return (max_running_requests + 1) * (table + tokens + 4 * _WORDS_PER_SLOT)
 
     def apply(self, plan: StepPlan) -> PlanArrays:
         """Apply the changes of a plan: new slots, page table entries, lengths after this step.
@@ -152,10 +169,9 @@ class BatchState:
             if self.matchers is not None:
                 self.matchers.put(new.slot, new.params, tokens[new.prompt_len :].tolist())
         if self.device.type != "cpu":
-            changed = np.array([new.slot for new in new_slots])
-            for host, device in zip(self._host_blocks, self._device_blocks, strict=True):
-                index = np.arange(len(host))[:, None] * host.shape[1] + changed  # in the flattened block
-                self.writer.write(device, index.ravel(), host[:, changed].ravel())
+            changed = np.array([new.slot for new in new_slots], dtype=np.int64)[:, None]
+            words: NDArray[np.int64] = (self._words_of_slot_0 + changed * self._words_to_next_slot).ravel()
+            self.writer.write(self._device_words, words, self._host_words[words])
 
     def _set_columns(self, slot: int, prompt_len: int, params: SamplingParams) -> None:
         """Write a request's sampling parameters to the host's columns, in the form that kernels read."""
@@ -205,68 +221,3 @@ class BatchState:
                 f"tokens are computed"
             )
         self.lengths[slots] = arrays.kv_lens
-
-
-class DeviceWriter:
-    """Writes single elements of contiguous tensors of 4- or 8-byte elements; this class writes on the CPU."""
-
-    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Set the elements `index` of the flattened tensor to `values`, which have the tensor's dtype.
-
-        An element must not be written twice between two flushes.
-        """
-        tensor.view(-1).numpy()[index] = values
-
-    def flush(self) -> None:
-        """Launch all writes since the last flush; on a CPU they are done."""
-
-
-class CUDAWriter(DeviceWriter):
-    """Stages writes in a ring of pinned buffers; a buffer is used again when its copy is done.
-
-    Single elements of several tensors are written with one copy to the device and one kernel. A buffer holds
-    the byte addresses (8 bytes each) and then the values (4-byte words, two for an element of 8 bytes).
-    """
-
-    _RING = 4
-
-    def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
-        """Allocate the ring. `capacity` counts the 4-byte words of one copy; more words take several."""
-        self._capacity = capacity
-        size = (self._RING, 3 * capacity)  # int32: an address takes two, a value one
-        self._staged = backing.pinned(size, torch.int32, device)
-        self._received = torch.empty(size, dtype=torch.int32, device=device)
-        self._copied = [torch.Event(device) for _ in range(self._RING)]
-        self._next = 0
-        self._addresses: list[NDArray[np.int64]] = []
-        self._values: list[NDArray[np.int32]] = []
-
-    def write(self, tensor: Tensor, index: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """See `DeviceWriter.write`: notes addresses and words; `flush` sends them."""
-        size = tensor.element_size()
-        addresses = tensor.data_ptr() + index * size
-        words = np.ascontiguousarray(values).view(np.int32)
-        if size == 8:  # two words, the second one at the next address
-            addresses = (addresses[:, None] + np.array([0, 4])).ravel()
-        self._addresses.append(addresses)
-        self._values.append(words)
-
-    def flush(self) -> None:
-        """Copy all noted words to the device and launch the kernel that scatters them to their addresses."""
-        from segue.kernels.triton.step_inputs import scatter
-
-        if not self._addresses:
-            return
-        addresses, values = np.concatenate(self._addresses), np.concatenate(self._values)
-        self._addresses, self._values = [], []
-        for start in range(0, len(values), self._capacity):
-            count = min(self._capacity, len(values) - start)
-            ring_index, self._next = self._next, (self._next + 1) % self._RING
-            self._copied[ring_index].synchronize()  # its last copy may not have read the buffer yet
-            staged, received = self._staged[ring_index], self._received[ring_index]
-            host = staged.numpy()
-            host[: 2 * count].view(np.int64)[:] = addresses[start : start + count]
-            host[2 * count : 3 * count] = values[start : start + count]
-            received[: 3 * count].copy_(staged[: 3 * count], non_blocking=True)
-            self._copied[ring_index].record()
-            scatter(received[: 2 * count].view(torch.int64), received[2 * count :], count)

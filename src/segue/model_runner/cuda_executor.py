@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -142,7 +142,7 @@ class CUDAExecutor(StepExecutor):
                 captured size that fits a plan, from the plan alone, or None.
             warm_ups: eager runs before each capture; one alone has only the layers that differ.
         """
-        self._shapes[name] = shape
+        self._shapes[name] = shape = cache(shape)
         self._graphs[name] = Graphs(
             name,
             sizes,
@@ -205,6 +205,7 @@ class CUDAExecutor(StepExecutor):
         Returns:
             The sizes that are not captured because there is no room, one text per kind.
         """
+        self.state.writer.capture()
         self.graph_costs, left_out = capture_kinds(self._graphs, taken, reserve)
         captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
         self.capture_sizes = CaptureSizes(
@@ -256,7 +257,7 @@ class CUDAExecutor(StepExecutor):
                 self._sample_after_forward(count, guided=True)
             elif route.kind != "decode" and count:
                 self._sample_after_forward(count, guided=False)
-            sampled = replace(self._from_ring(arrays, ring_index), failures=failures)
+            sampled = self._from_ring(arrays, ring_index, failures)
         return self._result(
             arrays,
             started,
@@ -386,7 +387,7 @@ class CUDAExecutor(StepExecutor):
             part=self._vocab_shard,
         )
 
-    def _from_ring(self, arrays: PlanArrays, ring_index: int) -> Sampled:
+    def _from_ring(self, arrays: PlanArrays, ring_index: int, failures: dict[int, str]) -> Sampled:
         """Return views of the ring, which plain sampling fills when the step has run.
 
         A step in a captured mode reports the chosen tokens' log-probabilities at most, and no alternatives.
@@ -395,7 +396,7 @@ class CUDAExecutor(StepExecutor):
         count = len(num_top)
         tokens = self._ring[ring_index, :count]
         if not (num_top >= 0).any():
-            return Sampled(tokens=tokens)
+            return Sampled(tokens=tokens, failures=failures)
         none = torch.empty((count, 0))  # no alternatives
         logprobs = Logprobs(
             tokens=tokens,
@@ -404,4 +405,4 @@ class CUDAExecutor(StepExecutor):
             top_values=none,
             num_top=num_top.tolist(),
         )
-        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count))
+        return Sampled(tokens=tokens, logprobs=logprobs, logprob_indices=range(count), failures=failures)

@@ -99,6 +99,7 @@ class DeviceInputs:
         size = self._header_size + max(_slices(_sizes(largest))[1], 3 * _aligned(max_slots))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=state.device)
         self._staged = backing.pinned((RING, size), torch.int32, state.device).zero_()
+        self._host = self._staged.numpy()
         header = _split(self._buffer, self._header_sizes)
         counts, self.sample_slots, self.sample_positions, self.logits_indices = header
         self.ring_index, self._num_tokens, self._num_sampled = counts[:1], counts[1:2], counts[2:]
@@ -128,7 +129,7 @@ class DeviceInputs:
         A decode step has a layout of its own: slots, positions and lengths, as each sequence has one token.
         With `apart`, sampling is a graph of its own, which reads the header.
         """
-        count, host = len(arrays.slots), self._staged[ring_index].numpy()
+        count, host = len(arrays.slots), self._host[ring_index]
         if apart:
             self._fill_samples(host, arrays)
         host[:3] = ring_index, count, count
@@ -157,7 +158,7 @@ class DeviceInputs:
         grid padding is in front of each prompt, so the tokens are spread; in all other shapes it is behind
         all tokens.
         """
-        plan, host, ends = arrays.plan, self._staged[ring_index].numpy(), arrays.ends
+        plan, host, ends = arrays.plan, self._host[ring_index], arrays.ends
         count = int(ends[-1])
         token_indices: Any = slice(count)
         if shape.prompt_len:  # prompt i ends at (i + 1) * prompt_len, however many tokens it has

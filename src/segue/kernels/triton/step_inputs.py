@@ -17,27 +17,29 @@ _PAGES = tl.constexpr(128)  # that a program of `_list_pages` copies at a time
 _COLUMNS = tl.constexpr(1024)  # per program of `_embed_inputs`
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["addresses", "values"])
-def _scatter(addresses, values, count, PDL: tl.constexpr):
+@triton.jit
+def _scatter(writes, PDL: tl.constexpr):
     """Do _WORDS of the writes of `scatter`."""
     i = tl.program_id(0) * _WORDS + tl.arange(0, _WORDS)
     pdl_wait(PDL)
+    count = tl.load(writes.to(tl.pointer_type(tl.int64)))
+    addresses = writes.to(tl.pointer_type(tl.int64)) + 1
     to = tl.load(addresses + i, mask=i < count, other=0).to(tl.pointer_type(tl.int32))
-    value = tl.load(values + i, mask=i < count, other=0)
+    value = tl.load(writes + 2 + 2 * count + i, mask=i < count, other=0)
     pdl_launch_dependents(PDL)
     tl.store(to, value, mask=i < count)
 
 
-def scatter(addresses: Tensor, values: Tensor, count: int) -> None:
-    """Write `values[i]` (int32) to the byte address `addresses[i]` (int64), i < `count`.
+def scatter(writes: Tensor, most: int) -> None:
+    """Write 4-byte words to any tensors on the device; an element of 8 bytes takes two.
 
-    No address may occur twice. The addresses may belong to any tensors on the device; an element of 8
-    bytes takes two writes.
+    Args:
+        writes: int32, aligned to 16 bytes: the number of words (8 bytes), the byte address of each (8 bytes)
+            and the words. No address may occur twice.
+        most: as many words there are at most. The number itself is read on the device.
     """
     # As if of one row: PDL is early in steps of any size.
-    _scatter[(ceil_div(count, _WORDS.value),)](
-        addresses=addresses, values=values, count=count, **launch_options(4, 1)
-    )
+    _scatter[(ceil_div(most, _WORDS.value),)](writes=writes, **launch_options(4, 1))
 
 
 @triton.jit
