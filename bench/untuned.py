@@ -177,7 +177,7 @@ def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
 def in_gemms(times: Sequence[dict[str, Any]], rows: int) -> float:
     """Return the milliseconds that the GEMMs of a step of `rows` rows take alone, each with its plan.
 
-    One row has no plans.
+    One row has no plans, and many rows may have none: 0.
     """
     each: dict[str, dict[str, Any]] = {}
     for found in sorted(times, key=lambda found: -found["rows"]):
@@ -228,7 +228,7 @@ def main() -> None:
                         f"{found[f'{title}, ms'][rows]:.3f}, {bounds[rows] / found[f'{title}, ms'][rows]:.0%}"
                         for title in titles
                     ),
-                    f"{in_gemms(found['GEMMs'], rows):.3f}" if rows > 1 else "",
+                    f"{in_gemm:.3f}" if (in_gemm := in_gemms(found["GEMMs"], rows)) and rows > 1 else "",
                     f"{BARS[rows]:.0%}" if rows in BARS else "",
                 ]
                 for rows in ROWS
