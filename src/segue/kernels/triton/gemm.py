@@ -41,15 +41,34 @@ def silu_mul_tile(gate, up):
 
 
 @triton.jit
+def load_splits(x, at, stride, inside, SPLITS: tl.constexpr):
+    """Returns a tuple of SPLITS split-K partials of the same elements, in float32; see `load_split_k`."""
+    parts = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32),)
+    for split in tl.static_range(1, SPLITS):
+        parts = parts + (tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def sum_splits(parts, SPLITS: tl.constexpr):
+    """Returns the sum of a tuple of SPLITS tensors, in order.
+
+    With `pdl_launch_dependents` between `load_splits` and this function, no load waits for another one,
+    because no addition is moved before it. Otherwise Triton 3.8 has few loads under way at a time.
+    """
+    total = parts[0]
+    for split in tl.static_range(1, SPLITS):
+        total += parts[split]
+    return total
+
+
+@triton.jit
 def load_split_k(x, at, stride, inside, SPLITS: tl.constexpr):
     """Returns elements of the sum of SPLITS split-K partials, in order; or with 1, of an ordinary tensor.
 
     `at` are the elements' offsets from the pointer `x`, and `inside` masks them; partials are `stride` apart.
     """
-    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32)
-    return total
+    return sum_splits(load_splits(x, at, stride, inside, SPLITS), SPLITS)
 
 
 @triton.jit

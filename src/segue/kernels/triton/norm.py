@@ -10,9 +10,11 @@ from torch import Tensor
 from segue.kernels.fp8 import MAX as FP8_MAX
 from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
-from segue.kernels.triton.gemm import load_split_k
+from segue.kernels.triton.gemm import load_split_k, load_splits, sum_splits
 from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
 from segue.sizes import next_power_of_2
+
+_MAX_LOADED = 128  # numbers that a thread loads before it adds them up; it has 255 registers
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -27,6 +29,7 @@ def _add_rms_norm(
     size,
     eps,
     SPLITS: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,19 +37,27 @@ def _add_rms_norm(
     """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
-    two that holds the `size` columns. With `scales` the result, in the model's type, is stored in FP8, and
-    there its scale, or those of GROUP columns each. A thread has other columns then, so the squares are added
-    up in another order than without, and a few results are rounded to the other neighbour.
+    two that holds the `size` columns. With APART the registers have room for all partials at once. With
+    `scales` the result, in the model's type, is stored in FP8, and there its scale, or those of GROUP columns
+    each. A thread has other columns then, so the squares are added up in another order than without, and a
+    few results are rounded to the other neighbour.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
-    total = load_split_k(x + row * size, columns, num_rows.to(tl.int64) * size, inside, SPLITS)
+    stride = num_rows.to(tl.int64) * size
+    if APART:
+        parts = load_splits(x + row * size, columns, stride, inside, SPLITS)
+    else:
+        parts = (load_split_k(x + row * size, columns, stride, inside, SPLITS),)
     if residual is not None:
-        total += tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_dependents(PDL)
+    total = sum_splits(parts, SPLITS if APART else 1)
+    if residual is not None:
+        total += added
     rounded = total.to(total_out.dtype.element_ty)
     tl.store(total_out + row * size + columns, rounded, mask=inside)
     wide = rounded.to(tl.float32)
@@ -68,6 +79,7 @@ def add_rms_norm(
     in_fp8 = None if fp8_block is None else empty_tokens(num_rows, size, fp8_block, total.dtype, x.device)
     normed = torch.empty_like(total) if in_fp8 is None else in_fp8.values
     block = max(next_power_of_2(size), fp8_block or 0)
+    warps, splits = min(8, max(1, block // 512)), x.shape[0] if x.dim() == 3 else 1
     _add_rms_norm[(num_rows,)](
         x=x,
         residual=residual,
@@ -78,10 +90,11 @@ def add_rms_norm(
         num_rows=num_rows,
         size=size,
         eps=eps,
-        SPLITS=x.shape[0] if x.dim() == 3 else 1,
+        SPLITS=splits,
+        APART=splits * block // (32 * warps) <= _MAX_LOADED,
         BLOCK=block,
         GROUP=fp8_block or 0,
-        **launch_options(min(8, max(1, block // 512)), num_rows),
+        **launch_options(warps, num_rows),
     )
     return normed if in_fp8 is None else in_fp8, total
 
