@@ -1,6 +1,6 @@
-"""Builds and loads the kernels, `kernels.cpp`.
+"""Builds and loads the kernels, which are the C++ files of this package.
 
-They are compiled once per version of their source, in a few seconds, into the user's cache. The compiler is
+They are compiled once per version of their sources, in a few seconds, into the user's cache. The compiler is
 `$CXX`, a command with or without options, or else `c++`. Without one, or on another CPU, the engine uses
 torch's operators. For an image, `python -m segue.kernels.cpu.build` compiles them into the installed package.
 """
@@ -26,7 +26,8 @@ import torch
 
 from segue.logs import logger
 
-SOURCE = Path(__file__).parent / "kernels.cpp"
+DIRECTORY = Path(__file__).parent
+_SOURCES = sorted(DIRECTORY.glob("*.cpp"))
 # The instructions that the kernels use, and no others that this machine may have: another machine may share
 # the cache. A CPU with AVX512-BF16 has all of them.
 _FLAGS = (
@@ -82,12 +83,14 @@ def _may_use_tiles() -> bool:
 
 def _file_name() -> str:
     """Return a name that is another one for another source or other flags."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    return f"cpu-{digest}.so"
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for file in (DIRECTORY / "registers.h", *_SOURCES):
+        digest.update(file.read_bytes())
+    return f"cpu-{digest.hexdigest()[:16]}.so"
 
 
 def _load() -> ctypes.CDLL:
-    """Load the library beside its source, as in an image, or else the one in the user's cache.
+    """Load the library beside its sources, as in an image, or else the one in the user's cache.
 
     If neither can be loaded, it is compiled into the cache: it may be missing, damaged, or made for a newer C
     library, on a machine that shares the cache.
@@ -98,7 +101,7 @@ def _load() -> ctypes.CDLL:
         subprocess.SubprocessError: there is no compiler, or it failed.
     """
     with suppress(OSError):
-        return load(SOURCE.parent / _file_name())
+        return load(DIRECTORY / _file_name())
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(cache_home) / "segue" / "kernels"
     with suppress(OSError):
@@ -136,7 +139,7 @@ def compile_into(directory: Path) -> Path:
     target = directory / _file_name()
     with TemporaryDirectory(prefix=".cpu-", dir=directory) as temporary:
         made = Path(temporary) / target.name
-        _run([*compiler, *_FLAGS, "-o", str(made), str(SOURCE)])
+        _run([*compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES)])
         with made.open("rb") as file:
             os.fsync(file.fileno())  # or a crash may leave a shorter file, and to load that ends the process
         made.replace(target)
@@ -172,4 +175,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(compile_into(SOURCE.parent))
+    print(compile_into(DIRECTORY))

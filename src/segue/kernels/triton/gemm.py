@@ -45,7 +45,8 @@ def load_splits(x, at, stride, inside, SPLITS: tl.constexpr):
     """Returns a tuple of SPLITS split-K partials of the same elements, in float32; see `load_split_k`."""
     parts = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32),)
     for split in tl.static_range(1, SPLITS):
-        parts = parts + (tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+        part = tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return parts
 
 
