@@ -79,7 +79,7 @@ together: model
 
 # What measures times that load would spoil. Only its files are given to pytest, which takes 10 s to collect all tests.
 alone: model
-	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" tests)
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(PYTEST_ARGS) $$(grep -rl "mark[.]alone" --include="test_*.py" --exclude-dir=gpu tests)
 
 soak: model $(DOCS_STAMP) ## the slow tests: long scheduler properties, five minutes of anything over HTTP, servers killed under load, the reference fixture made again, the wheel in bare environments
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
@@ -131,8 +131,8 @@ $(DOCS_STAMP): $(INSTALL_STAMP)
 docs: $(DOCS_STAMP) ## the documentation as a site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
-gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; PYTEST_ARGS="-m gpu": the slow ones too
-	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --pytest-args='$(PYTEST_ARGS)'
+gpu-test: $(INSTALL_STAMP) ## the tests that need a CUDA device, perhaps only GPU_TESTS="some files"; AT_ONCE=5: so many files at a time; PYTEST_ARGS="-m gpu": the slow ones too
+	$(BIN)/python -m bench.gpu_tests $(GPU_TESTS) --at-once=$(or $(AT_ONCE),1) --pytest-args='$(PYTEST_ARGS)'
 
 gpu-bench: $(INSTALL_STAMP) ## the benchmarks of one GPU, or with GPUS=2 of two; perhaps with THEIRS="another server"
 	$(BIN)/python -m bench.gpu_bench --gpus=$(or $(GPUS),1) $(if $(THEIRS),--theirs "$(THEIRS)")

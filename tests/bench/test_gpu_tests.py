@@ -26,7 +26,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         marked = f"import pytest\npytestmark = pytest.mark.gpu\n{text}"
         (tmp_path / "tests/gpu" / name).write_text(marked)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: x\n  slow: x\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: x\n  slow: x\n  alone: x\n")
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("BENCH_COMMIT", "first")
@@ -74,6 +74,38 @@ def test_runs_of_some_files_are_merged(tree: Path, monkeypatch: pytest.MonkeyPat
     assert gpu_tests.main([slow]) == 0
     assert list(stored(tree)["files"]) == [slow]
     assert counts(stored(tree)["totals"]) == (0, 0, 0)
+
+
+def test_files_run_at_once_but_what_is_to_be_alone_runs_alone(
+    tree: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    meeting = """
+import os, pathlib, time
+here = pathlib.Path("running")
+def test_meeting():
+    here.mkdir(exist_ok=True)
+    (here / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(here.iterdir())) < 2:
+        assert time.monotonic() < deadline, "the other file does not run"
+        time.sleep(0.01)
+def test_end():
+    (here / "ended" ).touch()
+"""
+    alone = """
+import pathlib, pytest
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+def test_the_others_have_ended():
+    assert len(list(pathlib.Path("running").iterdir())) == 3
+"""
+    texts = {"test_a.py": alone, "test_b.py": meeting, "test_c.py": meeting}
+    files = [f"tests/gpu/{name}" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        (tree / file).write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{text}")
+    assert gpu_tests.main([*files, "--at-once=2"]) == 0
+    assert {counts(each) for each in stored(tree)["files"].values()} == {(1, 0, 0), (2, 0, 0)}
+    shown = capfd.readouterr().out
+    assert all(f"== {file}\n" in shown for file in files[1:])
 
 
 def test_nothing_is_stored_without_a_device(

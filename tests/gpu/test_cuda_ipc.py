@@ -33,7 +33,7 @@ from tests.disagg.transports.ranks import (
     shape_of_pool,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(180)]
 
 NUM_GPUS = torch.cuda.device_count()
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 GPUs")

@@ -16,7 +16,7 @@ from segue.memory.binding import tensor_at
 from segue.memory.cuda_vmm import CudaVMM
 from segue.memory.window import MemoryWindow
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(120)]
 
 DEVICE = torch.device("cuda", 0)
 VALUES = 1 << 20  # float32 values that a slab holds; more than one block

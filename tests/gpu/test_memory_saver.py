@@ -12,7 +12,7 @@ import segue
 from bench.gpu_memory import PARAMS, PROMPTS, RETURNED, TAGS, cycles, least_returned
 from tests.model_runner.tiny import save_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from segue.logs import logger
 from tests.model_runner import making, tiny
 from tests.model_runner.planner import Planner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(params=[False, True], ids=["graphs", "eager"])

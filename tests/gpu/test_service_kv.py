@@ -12,7 +12,7 @@ import pytest
 
 from tests.gms import running as gms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(200)]
 
 POOL = (3 << 29) + (1 << 20)  # a slab of 1 GiB, and one with the rest
 

@@ -21,7 +21,7 @@ from bench.model_dir import with_tokenizer
 from segue.cluster.pod_process import PodProcess
 from tests.gms import running as gms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 GIB = 1 << 30

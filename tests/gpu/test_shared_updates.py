@@ -12,7 +12,7 @@ from tests.e2e.test_shared_updates import check_successors, checksum_of, cohorts
 from tests.gpu.test_one_group import SIZES
 from tests.weight_update.conftest import trainer_address as trainer_address
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def test_what_a_successor_serves_is_what_the_service_has(

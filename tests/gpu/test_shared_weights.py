@@ -17,7 +17,7 @@ from tests.e2e.served import Served
 from tests.e2e.test_shared_weights import engines, events, kill, loaded
 from tests.gms import running as gms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 PROMPTS = [[5, 6, 7] * 30, [9] * 50, list(range(3, 60))]

@@ -23,7 +23,7 @@ SIZES = [
     pytest.param(size, marks=pytest.mark.skipif(size > NUM_GPUS, reason=f"needs {size} GPUs"))
     for size in (2, 4)
 ]
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
 
 QWEN3_8B = suite.COMMON | suite.SHAPES["8b"] | {"num_hidden_layers": 4}
 

@@ -19,7 +19,7 @@ from tests.weight_update.conftest import new_trainer as new_trainer
 from tests.weight_update.conftest import trainer_address as trainer_address
 from tests.weight_update.transport.test_receiver import BUCKETS, NewGroup, Observer, Tensors, assert_received
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 LARGE: list[Tensors] = [[(f"w{i}", "float32", [64 << 20])] for i in range(8)]  # 256 MiB each
 
