@@ -291,11 +291,10 @@ def query_blocks(q_lens: Sequence[int], first: int, per_block: int) -> NDArray[n
     Returns:
         int32 `[blocks, 2]`: each block's sequence, and its first query within the sequence.
     """
-    lens = np.asarray(q_lens[first:], dtype=np.int64)
-    counts = -(-lens // per_block)  # each sequence's number of blocks, rounded up
-    sequences = np.repeat(np.arange(first, first + len(lens)), counts)
-    # Each block's index among the blocks of its sequence.
-    within = np.arange(len(sequences)) - np.repeat(counts.cumsum() - counts, counts)
-    blocks = np.empty((len(sequences), 2), dtype=np.int32)
-    blocks[:, 0], blocks[:, 1] = sequences, within * per_block
-    return blocks
+    blocks = [
+        number
+        for sequence in range(first, len(q_lens))
+        for start in range(0, q_lens[sequence], per_block)
+        for number in (sequence, start)
+    ]
+    return np.array(blocks, dtype=np.int32).reshape(-1, 2)
