@@ -177,7 +177,7 @@ def plan_times(name: str, plans: dict[str, Any]) -> list[dict[str, Any]]:
 def in_gemms(times: Sequence[dict[str, Any]], rows: int) -> float:
     """Return the milliseconds that the GEMMs of a step of `rows` rows take alone, each with its plan.
 
-    One row has no plans, and many rows may have none: 0.
+    It is 0 if no timed GEMM serves so many rows. One row has no plans.
     """
     each: dict[str, dict[str, Any]] = {}
     for found in sorted(times, key=lambda found: -found["rows"]):

@@ -75,13 +75,13 @@ def prompts(*lengths: int) -> StepWork:
 
 
 def test_the_device_takes_as_long_as_was_measured() -> None:
+    offline = json.loads((RESULTS / "gpu_offline_8b_simulated.json").read_text())["figures"]
     chunk = json.loads((RESULTS / "gpu_pause.json").read_text())["prefilling"]
     half = chunk["tokens"] // 2
     measured = {
-        # `bench.offline 8b` at commit c3f97c4, on the H200 that the coefficients describe
-        prompts(1024): 0.02483,
-        prompts(3500): 0.08313,
-        prompts(*[2048] * 4): 4 * 2048 / 43299,
+        prompts(1024): offline["first_token prompt=1024"] / 1e3,
+        prompts(3500): offline["first_token prompt=3500"] / 1e3,
+        prompts(*[2048] * 4): 4 * 2048 / offline["prefill 64x2048"],
         NO_WORK.plus(half, half): chunk["chunk"] / 1e3,
     }
     for work, seconds in measured.items():

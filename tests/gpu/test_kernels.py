@@ -437,7 +437,7 @@ def test_a_row_gets_the_same_bits_beside_any_others(has_masks) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("capacity", [16, 1 << 15])  # 132 words in many copies, or in one
+@pytest.mark.parametrize("capacity", [16, 1 << 15])  # 109 words in several copies, or in one
 def test_scattered_values_of_32_and_64_bits(is_captured: bool, capacity: int) -> None:
     from segue.model_runner.device_writer import CUDAWriter
 

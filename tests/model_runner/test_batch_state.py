@@ -1,5 +1,6 @@
 """Plans change the persistent tensors of the batch state."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,22 @@ def test_the_columns_on_the_device_equal_those_on_the_host():
     state.apply(_plan(1, (2, 0, 1), new=[_new_slot(2, [1], temperature=0.25, seed=77)], pages=[(2, 0, [0])]))
     assert state.on_device.inverse_temperature.tolist() == [0, 0, 4.0, 0]
     assert state.on_device.seed.tolist() == [0, 0, 77, 0]
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 5, 256])
+def test_a_slot_s_words_are_those_of_its_columns(max_running):
+    """On CUDA these words are sent to the device, where the columns lie as on the host."""
+    table = PageTable(
+        max_running=max_running, max_seq_len=64, page_size=4, scratch_page=SCRATCH, device="cpu"
+    )
+    state = BatchState(table, max_seq_len=64)
+    columns = [getattr(state.host, field.name) for field in fields(state.host)]
+    for slot in range(max_running + 1):
+        state._host_words.fill(0)
+        for column in columns:
+            column[slot] = -1 if column.dtype == np.int64 else np.float32(-1.0)
+        words = state._words_of_slot_0 + slot * state._words_to_next_slot
+        assert sorted(words) == state._host_words.nonzero()[0].tolist()
 
 
 def test_pages_are_appended_to_many_slots_at_once():

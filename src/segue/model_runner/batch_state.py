@@ -98,7 +98,7 @@ class BatchState:
         self.token_pool = torch.zeros((num_slots, max_seq_len + 1), dtype=torch.int32, device=device)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # tokens whose KV is computed or being computed
         # The host reads its columns to decide what to launch, and kernels read those of the device; on a CPU
-        # both are the same memory. All columns lie in one array of 4-byte words, of which a slot has some.
+        # both are the same memory. All columns lie in one array of 4-byte words: `_WORDS_PER_SLOT` per slot.
         self._host_words = np.zeros(num_slots * _WORDS_PER_SLOT, dtype=np.int32)
         self._words_of_slot_0, self._words_to_next_slot = _word_layout(num_slots)
         self.host: SamplingColumns[NDArray[Any]] = SamplingColumns(**_columns(self._host_words, num_slots))

@@ -38,6 +38,7 @@ from segue.model_runner.graphs import (
     prefill_sizes,
     row_sizes,
     token_sizes,
+    without_collections,
 )
 from segue.model_runner.inputs import PlanArrays, PromptRun
 from segue.model_runner.sampler import Sampled
@@ -157,7 +158,7 @@ class CUDAExecutor(StepExecutor):
 
     @property
     def num_graphs(self) -> int:
-        """The number of captured graphs."""
+        """The number of captured graphs of steps and of their parts."""
         return sum(cost.num_graphs for cost in self.graph_costs.values())
 
     @torch.inference_mode()
@@ -205,7 +206,8 @@ class CUDAExecutor(StepExecutor):
         Returns:
             The sizes that are not captured because there is no room, one text per kind.
         """
-        self.state.writer.capture()
+        with without_collections():
+            self.state.writer.capture()
         self.graph_costs, left_out = capture_kinds(self._graphs, taken, reserve)
         captured = {name: graphs.sizes for name, graphs in self._graphs.items()}
         self.capture_sizes = CaptureSizes(

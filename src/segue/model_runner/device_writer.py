@@ -35,7 +35,7 @@ class CUDAWriter(DeviceWriter):
     Single elements of several tensors are written with one copy to the device and one kernel. A buffer holds
     their count (8 bytes), their byte addresses (8 bytes each) and their values (4-byte words, two for an
     element of 8 bytes). The device has one such buffer, at an address that never changes, so that a captured
-    graph can read it: to launch a kernel through Triton takes five times as long as to replay a graph.
+    graph can read it: to launch a kernel through Triton takes several times as long as to replay a graph.
     """
 
     _RING = 4

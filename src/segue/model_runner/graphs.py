@@ -175,7 +175,7 @@ def capture_kinds(
     costs: dict[str, GraphCost] = {}
     left_out: dict[str, list[Any]] = {}
     before = 0
-    with _without_collections(), lean_launches():
+    with without_collections(), lean_launches():
         for name, graphs in kinds.items():
             started = time.monotonic()
             left = graphs.capture(lambda: taken() < reserve)
@@ -191,7 +191,7 @@ def capture_kinds(
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Collect no garbage in the block: that takes as long as a capture, and may free memory of CUDA."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -26,8 +26,10 @@ import torch
 
 from segue.logs import logger
 
-DIRECTORY = Path(__file__).parent
-_SOURCES = sorted(DIRECTORY.glob("*.cpp"))
+_DIRECTORY = Path(__file__).parent
+_SOURCES = [
+    _DIRECTORY / f"{name}.cpp" for name in ("decode_attention", "gemm", "layers", "prefill_attention")
+]
 # The instructions that the kernels use, and no others that this machine may have: another machine may share
 # the cache. A CPU with AVX512-BF16 has all of them.
 _FLAGS = (
@@ -82,9 +84,9 @@ def _may_use_tiles() -> bool:
 
 
 def _file_name() -> str:
-    """Return a name that is another one for another source or other flags."""
+    """Return a name that is another one for other sources or flags."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
-    for file in (DIRECTORY / "registers.h", *_SOURCES):
+    for file in (*sorted(_DIRECTORY.glob("*.h")), *_SOURCES):
         digest.update(file.read_bytes())
     return f"cpu-{digest.hexdigest()[:16]}.so"
 
@@ -101,7 +103,7 @@ def _load() -> ctypes.CDLL:
         subprocess.SubprocessError: there is no compiler, or it failed.
     """
     with suppress(OSError):
-        return load(DIRECTORY / _file_name())
+        return load(_DIRECTORY / _file_name())
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(cache_home) / "segue" / "kernels"
     with suppress(OSError):
@@ -175,4 +177,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(compile_into(DIRECTORY))
+    print(compile_into(_DIRECTORY))

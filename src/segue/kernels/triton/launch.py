@@ -38,6 +38,16 @@ def pdl_launch_dependents(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def pdl_launch_behind_loads(PDL: tl.constexpr):
+    """Do as `pdl_launch_dependents`, and keep what comes behind from being moved before the loads.
+
+    A second launch, as in EARLY, does nothing else. Before Hopper nothing is kept in its place.
+    """
+    if PDL != OFF:
+        gdc_launch_dependents()
+
+
 @cache
 def is_hopper() -> bool:
     """Returns whether the device is Hopper or later, which has programmatic dependent launch and TMA."""

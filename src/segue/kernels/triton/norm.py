@@ -11,7 +11,12 @@ from segue.kernels.fp8 import MAX as FP8_MAX
 from segue.kernels.fp8 import FP8Tokens
 from segue.kernels.triton.fp8_tokens import empty_tokens, store_quantized
 from segue.kernels.triton.gemm import load_split_k, load_splits, sum_splits
-from segue.kernels.triton.launch import launch_options, pdl_launch_dependents, pdl_wait
+from segue.kernels.triton.launch import (
+    launch_options,
+    pdl_launch_behind_loads,
+    pdl_launch_dependents,
+    pdl_wait,
+)
 from segue.sizes import next_power_of_2
 
 _MAX_LOADED = 128  # numbers that a thread loads before it adds them up; it has 255 registers
@@ -29,7 +34,7 @@ def _add_rms_norm(
     size,
     eps,
     SPLITS: tl.constexpr,
-    APART: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -37,7 +42,8 @@ def _add_rms_norm(
     """Process one row: store the sum of `x` (or its partials) and `residual`, and that sum normalised.
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
-    two that holds the `size` columns. With APART the registers have room for all partials at once. With
+    two that holds the `size` columns. With LOAD_FIRST all partials are loaded before any is added, since the
+    registers have room for them. With
     `scales` the result, in the model's type, is stored in FP8, and there its scale, or those of GROUP columns
     each. A thread has other columns then, so the squares are added up in another order than without, and a
     few results are rounded to the other neighbour.
@@ -48,14 +54,14 @@ def _add_rms_norm(
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     stride = num_rows.to(tl.int64) * size
-    if APART:
+    if LOAD_FIRST:
         parts = load_splits(x + row * size, columns, stride, inside, SPLITS)
     else:
         parts = (load_split_k(x + row * size, columns, stride, inside, SPLITS),)
     if residual is not None:
         added = tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    pdl_launch_dependents(PDL)
-    total = sum_splits(parts, SPLITS if APART else 1)
+    pdl_launch_behind_loads(PDL)
+    total = sum_splits(parts, SPLITS if LOAD_FIRST else 1)
     if residual is not None:
         total += added
     rounded = total.to(total_out.dtype.element_ty)
@@ -91,7 +97,7 @@ def add_rms_norm(
         size=size,
         eps=eps,
         SPLITS=splits,
-        APART=splits * block // (32 * warps) <= _MAX_LOADED,
+        LOAD_FIRST=splits * block // (32 * warps) <= _MAX_LOADED,
         BLOCK=block,
         GROUP=fp8_block or 0,
         **launch_options(warps, num_rows),

@@ -36,7 +36,7 @@ def scatter(writes: Tensor, most: int) -> None:
     Args:
         writes: int32, aligned to 16 bytes: the number of words (8 bytes), the byte address of each (8 bytes)
             and the words. No address may occur twice.
-        most: as many words there are at most. The number itself is read on the device.
+        most: an upper bound of the number of words. The kernel reads the number itself.
     """
     # As if of one row: PDL is early in steps of any size.
     _scatter[(ceil_div(most, _WORDS.value),)](writes=writes, **launch_options(4, 1))
