@@ -107,8 +107,8 @@ inline void pack_columns(const bf16* const* rows, int64_t count, bf16* out, int6
                 r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
                 r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
             }
-        for (int j = 0; j < 4;
-             j++) {  // the quarters of r[j], r[4 + j], r[8 + j] and r[12 + j] belong to four pairs
+        // The quarters of r[j], r[4 + j], r[8 + j] and r[12 + j] belong to four pairs.
+        for (int j = 0; j < 4; j++) {
             __m512i even = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
                     odd = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
             __m512i even2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88),

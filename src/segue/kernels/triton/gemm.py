@@ -43,10 +43,9 @@ def silu_mul_tile(gate, up):
 @triton.jit
 def load_splits(x, at, stride, inside, SPLITS: tl.constexpr):
     """Returns a tuple of SPLITS split-K partials of the same elements, in float32; see `load_split_k`."""
-    parts = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32),)
+    parts: tl.tuple = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32),)
     for split in tl.static_range(1, SPLITS):
-        part = tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32)
-        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        parts += (tl.load(x + split * stride + at, mask=inside, other=0.0).to(tl.float32),)
     return parts
 
 

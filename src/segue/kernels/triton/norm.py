@@ -43,10 +43,9 @@ def _add_rms_norm(
 
     The sum is rounded to the model's type before the norm, as in the unfused operations. BLOCK is a power of
     two that holds the `size` columns. With LOAD_FIRST all partials are loaded before any is added, since the
-    registers have room for them. With
-    `scales` the result, in the model's type, is stored in FP8, and there its scale, or those of GROUP columns
-    each. A thread has other columns then, so the squares are added up in another order than without, and a
-    few results are rounded to the other neighbour.
+    registers have room for them. With `scales` the result, in the model's type, is stored in FP8, and there
+    its scale, or those of GROUP columns each. A thread has other columns then, so the squares are added up in
+    another order than without, and a few results are rounded to the other neighbour.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
