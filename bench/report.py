@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,42 +41,43 @@ def circumstances() -> dict[str, Any]:
 
 
 class Clocks:
-    """Samples the GPU's clocks while the ``with`` block runs; without a GPU, `seen` stays empty."""
+    """Samples the GPU's clocks while the ``with`` block runs."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, float] = {}  # medians over the seconds under load
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Clocks:
-        self._process = None
         if shutil.which("nvidia-smi"):
-            self._process = subprocess.Popen(
-                [*_smi("utilization.gpu,clocks.sm,clocks.mem,power.draw"), "-l", "1"],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            command = ["nvidia-smi", f"--id={_gpu()}", "-l", "1", "--format=csv,noheader,nounits"]
+            command.append("--query-gpu=utilization.gpu,clocks.sm,clocks.mem,power.draw")
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        lines = self._process.communicate()[0].splitlines()
+        if self._process is not None:
+            self._process.terminate()  # it ends behind its next sample: whoever times the block must not wait
+
+    @cached_property
+    def seen(self) -> dict[str, float]:
+        """Medians over the samples under load; empty without any. To be asked for behind the block."""
+        lines = self._process.communicate()[0].splitlines() if self._process is not None else []
         rows = [[float(field) for field in line.split(",")] for line in lines if line.count(",") == 3]
         busy = [row for row in rows if row[0] > 50]  # the GPU's utilisation, in percent
-        if busy:
-            sm, memory, power = (statistics.median(column) for column in list(zip(*busy, strict=True))[1:])
-            self.seen = {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
+        if not busy:
+            return {}
+        sm, memory, power = (statistics.median(column) for column in list(zip(*busy, strict=True))[1:])
+        return {"SM, MHz": sm, "memory, MHz": memory, "power, W": power, "samples": len(busy)}
 
 
 def gpu_memory_mib() -> int:
     """Return the memory of the GPU that is in use, whoever uses it, in MiB."""
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    command = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id={_gpu()}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.check_output(command, text=True))
 
 
-def _smi(fields: str) -> list[str]:
-    return ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+def _gpu() -> str:
+    """Return the number of the GPU that a process uses: the first one that is visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:
