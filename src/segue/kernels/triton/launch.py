@@ -48,6 +48,18 @@ def pdl_launch_behind_loads(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def loads_stay_first(never, PDL: tl.constexpr):
+    """Keep what comes behind from being moved before the loads, and do not let the next kernel start.
+
+    `never` is a condition that does not hold, which the compiler cannot know. Before Hopper nothing is kept
+    in its place.
+    """
+    if PDL != OFF:
+        if never:
+            gdc_launch_dependents()
+
+
 @cache
 def is_hopper() -> bool:
     """Returns whether the device is Hopper or later, which has programmatic dependent launch and TMA."""
