@@ -14,12 +14,21 @@ from segue.kernels.triton.gemm import load_split_k, load_splits, sum_splits
 from segue.kernels.triton.launch import (
     launch_options,
     pdl_launch_behind_loads,
-    pdl_launch_dependents,
     pdl_wait,
 )
 from segue.sizes import next_power_of_2
 
 _MAX_LOADED = 128  # numbers that a thread loads before it adds them up; it has 255 registers
+
+
+@triton.jit
+def _load_parts(x, at, stride, inside, SPLITS: tl.constexpr, LOAD_FIRST: tl.constexpr):
+    """Returns SPLITS split-K partials, or without LOAD_FIRST their sum, as a tuple; see `load_split_k`."""
+    if LOAD_FIRST:
+        parts = load_splits(x, at, stride, inside, SPLITS)
+    else:
+        parts = (load_split_k(x, at, stride, inside, SPLITS),)
+    return parts
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -53,10 +62,7 @@ def _add_rms_norm(
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     stride = num_rows.to(tl.int64) * size
-    if LOAD_FIRST:
-        parts = load_splits(x + row * size, columns, stride, inside, SPLITS)
-    else:
-        parts = (load_split_k(x + row * size, columns, stride, inside, SPLITS),)
+    parts = _load_parts(x + row * size, columns, stride, inside, SPLITS, LOAD_FIRST)
     if residual is not None:
         added = tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_launch_behind_loads(PDL)
@@ -139,6 +145,7 @@ def _qk_norm_rope_store(
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
+    LOAD_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process GROUP adjacent heads of one token, which are all queries, all keys or all values.
@@ -146,6 +153,7 @@ def _qk_norm_rope_store(
     See `qk_norm_rope_store` for the arguments. A head has D elements, loaded as two halves (`low`, `high`),
     because RoPE rotates element i with element i + D / 2. HALF is a power of two that holds one half. Values
     are only copied to the pool. `key_inverse` and `value_inverse` are 1 / scale of a pool in FP8, else None.
+    LOAD_FIRST is that of `_add_rms_norm`.
     """
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // GROUP
@@ -155,19 +163,25 @@ def _qk_norm_rope_store(
     d = tl.arange(0, HALF)[None, :]
     inside = d < half
     head = first + tl.arange(0, GROUP)[:, None]
-    pdl_wait(PDL)
-    position = tl.load(positions + token).to(tl.int64)  # loaded first, since other loads depend on them
+    rotates = first < HEADS + KV_HEADS  # otherwise the heads are values
+    # Only `qkv` is of the kernel before. What is loaded here arrives while that kernel ends.
+    position = tl.load(positions + token).to(tl.int64)
     row = tl.load(slot_mapping + token).to(tl.int64)
+    cos = tl.load(cosines + position * half + d, mask=inside & rotates, other=0.0)
+    sin = tl.load(sines + position * half + d, mask=inside & rotates, other=0.0)
+    if qk_weight is not None:
+        low_weight = tl.load(qk_weight + head * D + d, mask=inside & rotates, other=0.0)
+        high_weight = tl.load(qk_weight + head * D + half + d, mask=inside & rotates, other=0.0)
+    pdl_wait(PDL)
     stride = num_tokens.to(tl.int64) * width
-    low = load_split_k(qkv + token * width, head * D + d, stride, inside, SPLITS)
-    high = load_split_k(qkv + token * width, head * D + half + d, stride, inside, SPLITS)
+    low_parts = _load_parts(qkv + token * width, head * D + d, stride, inside, SPLITS, LOAD_FIRST)
+    high_parts = _load_parts(qkv + token * width, head * D + half + d, stride, inside, SPLITS, LOAD_FIRST)
+    pdl_launch_behind_loads(PDL)
+    loaded: tl.constexpr = SPLITS if LOAD_FIRST else 1
+    low, high = sum_splits(low_parts, loaded), sum_splits(high_parts, loaded)
     dtype: tl.constexpr = query.dtype.element_ty
-    if first < HEADS + KV_HEADS:
-        cos = tl.load(cosines + position * half + d, mask=inside, other=0.0)
-        sin = tl.load(sines + position * half + d, mask=inside, other=0.0)
+    if rotates:
         if qk_weight is not None:
-            low_weight = tl.load(qk_weight + head * D + d, mask=inside, other=0.0)
-            high_weight = tl.load(qk_weight + head * D + half + d, mask=inside, other=0.0)
             # Rounds as the unfused operations do: to the model's type before and after the norm.
             low = low.to(dtype).to(tl.float32)
             high = high.to(dtype).to(tl.float32)
@@ -188,7 +202,6 @@ def _qk_norm_rope_store(
         of_value = values + row * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + d
         tl.store(of_value, as_stored(low, dtype, value_inverse), mask=inside)
         tl.store(of_value + half, as_stored(high, dtype, value_inverse), mask=inside)
-    pdl_launch_dependents(PDL)
 
 
 def qk_norm_rope_store(
@@ -210,7 +223,8 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values in the KV pool, and return the queries.
 
-    One kernel launch does all of this for all tokens.
+    One kernel launch does all of this for all tokens. The kernel before it may write nothing of what it reads
+    but `qkv`.
 
     Args:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
@@ -234,6 +248,8 @@ def qk_norm_rope_store(
     num_tokens = qkv.shape[-2]
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=qkv.device)
     group = _heads_per_program(num_heads, num_kv_heads)
+    half = next_power_of_2(head_dim // 2)
+    warps, splits = 1 if group * head_dim <= 512 else 2, qkv.shape[0] if qkv.dim() == 3 else 1
     _qk_norm_rope_store[(num_tokens * (num_heads + 2 * num_kv_heads) // group,)](
         qkv=qkv,
         qk_weight=qk_weight,
@@ -251,10 +267,11 @@ def qk_norm_rope_store(
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,
-        HALF=next_power_of_2(head_dim // 2),
+        HALF=half,
         GROUP=group,
-        SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
-        **launch_options(1 if group * head_dim <= 512 else 2, num_tokens),
+        SPLITS=splits,
+        LOAD_FIRST=splits * group * 2 * half // (32 * warps) <= _MAX_LOADED,
+        **launch_options(warps, num_tokens),
     )
     return query
 
