@@ -211,7 +211,6 @@ def decode(
     a multiple of 4. Otherwise they are read one by one, because neighbours in the operand of a GEMM are
     values of different keys.
     """
-    pdl_wait(PDL)
     if items is not None:  # the heads of a sequence, which share its pages, are consecutive programs
         h, item = tl.program_id(0), tl.program_id(1)
         b = tl.load(items + item * 4)
@@ -229,6 +228,7 @@ def decode(
             active = b < tl.load(num_decode)
         kv_len = tl.load(kv_lens + b, mask=active, other=0)
         slot = tl.load(slots + b, mask=active, other=0).to(tl.int64)
+    pdl_wait(PDL)
     if active:
         per_split = tl.cdiv(tl.cdiv(kv_len, splits), BLOCK) * BLOCK
         g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, BLOCK)
