@@ -58,6 +58,10 @@ ROWS: dict[str, Callable[[], Figures]] = {
     "Qwen3-8B, prefill": lambda: peers("8b", "prefill 64x2048"),
     "Llama-3.1-8B, 256 requests": lambda: peers("llama-8b", "offline256"),
     "Llama-3.1-8B, a decode step": lambda: peers("llama-8b", *DECODE),
+    "Qwen3-30B-A3B, 256 requests": lambda: peers("30b-a3b", "offline256"),
+    "Qwen3-30B-A3B, a decode step": lambda: peers("30b-a3b", *DECODE),
+    "Qwen3-30B-A3B, first token": lambda: peers("30b-a3b", *FIRST),
+    "Qwen3-30B-A3B, prefill": lambda: peers("30b-a3b", "prefill 64x2048"),
     "Qwen3-0.6B over HTTP at": lambda: http(lambda load: float(load["ttft_s"]["p50"]) * 1e3),
     "the same, gaps between tokens": lambda: http(lambda load: float(load["gap_s"]["p99"]) * 1e3),
     "the same servers, from start to ready": ready,
@@ -99,11 +103,12 @@ def test_a_row_has_the_stored_figures(row: list[str], begins: str) -> None:
 
 
 def test_readme_states_in_how_many_figures_segue_is_ahead() -> None:
-    sittings = [stored(f"gpu_peers_{model}")["figures"] for model in ("0.6b", "4b", "8b", "llama-8b")]
+    models = "0.6b", "4b", "8b", "llama-8b", "30b-a3b"
+    sittings = [stored(f"gpu_peers_{model}")["figures"] for model in models]
     faster = [each["faster"] for figures in sittings for each in figures.values()]
     behind = [value for value in faster if value <= 1]
-    assert (len(faster), len(faster) - len(behind)) == (40, 37)
-    assert "Of the 40 figures of that sitting, Segue is ahead in 37." in " ".join(README.split())
+    assert (len(faster), len(faster) - len(behind)) == (50, 47)
+    assert "Of the 50 figures of these sittings, Segue is ahead in 47." in " ".join(README.split())
     assert all(0.994 <= value <= 0.998 for value in behind)
 
 

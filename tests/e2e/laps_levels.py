@@ -51,8 +51,10 @@ class Levels:
 
     @property
     def router_options(self) -> dict[str, str]:
-        """The options of the router."""
-        return {"enable_laps_alloc": "", "laps_alloc_threshold": str(THRESHOLD)} if self.groups else {}
+        """The options of the router: of two groups each has its own prompts, however slow an engine is."""
+        if not self.groups:
+            return {}
+        return {"enable_laps_alloc": "", "laps_alloc_threshold": str(THRESHOLD), "laps_overflow_ms": "60000"}
 
 
 ALL = [Levels(graphs=a, scheduler=b, groups=c) for a, b, c in itertools.product((False, True), repeat=3)]
