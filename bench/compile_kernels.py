@@ -208,11 +208,14 @@ def _small(device: DeviceFacts) -> None:
         norm.add_rms_norm(_bf16(rows, size), _bf16(rows, size), _bf16(size), 1e-6)
         if rows <= 64:
             norm.add_rms_norm(torch.empty(4, rows, size), _bf16(rows, size), _bf16(size), 1e-6)
-        for pool, scales in ((_bf16(1024, kv_heads, dim), None), (_fp8(1024, kv_heads, dim), (0.5, 0.5))):
+        width = (heads + 2 * kv_heads) * dim
+        whole, partials = _bf16(rows, width), torch.empty(8, min(rows, 64), width)
+        pools = (_bf16(1024, kv_heads, dim), None), (_fp8(1024, kv_heads, dim), (0.5, 0.5))
+        for qkv, (pool, scales) in itertools.product((whole, partials), pools):
             if scales and device.capability < (8, 9):
                 continue
             norm.qk_norm_rope_store(
-                _bf16(rows, (heads + 2 * kv_heads) * dim),
+                qkv,
                 torch.empty(heads + kv_heads, dim),
                 1e-6,
                 *(_bf16(rows, 1, dim) for _ in range(2)),

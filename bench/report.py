@@ -22,6 +22,8 @@ from segue.bench.circumstances import circumstances as circumstances_of_this_mac
 
 RESULTS = Path(__file__).with_name("results")
 WIDTH = 140  # columns of a table if the output is no terminal
+SAMPLE = re.compile(r"[\d.]+(, [\d.]+){3}")  # what a GPU does not tell is "[N/A]"
+END_S = 10.0  # that nvidia-smi has to end
 
 
 def circumstances() -> dict[str, Any]:
@@ -44,13 +46,14 @@ class Clocks:
     """Samples the GPU's clocks while the ``with`` block runs."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Clocks:
         if shutil.which("nvidia-smi"):
+            self._output = tempfile.TemporaryFile("w+")
             command = ["nvidia-smi", f"--id={_gpu()}", "-l", "1", "--format=csv,noheader,nounits"]
             command.append("--query-gpu=utilization.gpu,clocks.sm,clocks.mem,power.draw")
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(command, stdout=self._output)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,8 +63,17 @@ class Clocks:
     @cached_property
     def seen(self) -> dict[str, float]:
         """Medians over the samples under load; empty without any. To be asked for behind the block."""
-        lines = self._process.communicate()[0].splitlines() if self._process is not None else []
-        rows = [[float(field) for field in line.split(",")] for line in lines if line.count(",") == 3]
+        if self._process is None:
+            return {}
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with self._output as output:
+            output.seek(0)
+            lines = output.read().splitlines()
+        rows = [[float(field) for field in line.split(",")] for line in lines if SAMPLE.fullmatch(line)]
         busy = [row for row in rows if row[0] > 50]  # the GPU's utilisation, in percent
         if not busy:
             return {}
@@ -76,7 +88,7 @@ def gpu_memory_mib() -> int:
 
 
 def _gpu() -> str:
-    """Return the number of the GPU that a process uses: the first one that is visible."""
+    """Return the number, or the UUID, of the first GPU that this process may use."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 

@@ -28,7 +28,7 @@ from segue.scheduler.scheduler import Scheduler
 
 # Those of Qwen3-8B on an H200: within 1.5 % of the prompts of 1,024 and 3,500 tokens and the 64 of 2,048 in
 # bench/results/gpu_offline_8b_simulated.json, which is an older run of `bench.offline 8b`, and of the second
-# chunk of 16,384 tokens in gpu_pause.json. On another host they took up to 5 % longer (gpu_offline_8b.json).
+# chunk of 16,384 tokens in gpu_pause.json. Other hosts and days took up to 5 % longer.
 QWEN3_8B_H200 = Coefficients(floor=0.0052, start=0.0018, per_token=2.16e-5, per_pair=1.1e-9, per_kv=4.0e-8)
 
 

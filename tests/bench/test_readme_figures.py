@@ -82,7 +82,7 @@ def is_rounding(printed: str, value: float) -> bool:
         place = 10.0 ** -len(digits.partition(".")[2])
     else:
         place = 10.0 ** (len(digits) - len(digits.rstrip("0")))
-    return abs(float(digits) - value) <= place / 2
+    return abs(float(digits) - value) <= place / 2 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ class FiveServers:
         self._killed.add(name)
         for pid in pids:
             self._stopped.discard(pid)
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a worker also ends by itself behind its server's end
+                os.kill(pid, signal.SIGKILL)
 
     def stop(self, pids: Sequence[int]) -> None:
         """Stop processes of a server, until they go on or are killed."""

@@ -51,7 +51,7 @@ class Levels:
 
     @property
     def router_options(self) -> dict[str, str]:
-        """The options of the router: of two groups each has its own prompts, however slow an engine is."""
+        """The options of the router: each of two groups has its own prompts, unless it is a minute slower."""
         if not self.groups:
             return {}
         return {"enable_laps_alloc": "", "laps_alloc_threshold": str(THRESHOLD), "laps_overflow_ms": "60000"}

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import IO, Any
@@ -178,9 +178,10 @@ class TwoEngines:
                 os.kill(pid, signal.SIGCONT)
 
     def kill(self, served: Served) -> None:
-        """Kill an engine with its worker."""
+        """Kill an engine with its worker, which also ends by itself behind the engine's end."""
         for pid in self.processes(served):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         served.process.wait(60)
 
     def check_all_home(self) -> None:

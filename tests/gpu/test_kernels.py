@@ -56,7 +56,9 @@ def test_silu_mul(rows, size, splits, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize(
+    "splits", [0, 3, 8, 12]
+)  # with (16, 8, 128), 8 fill the registers, and 12 are too many
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (4, 1, 24), (28, 4, 128)])
 def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
@@ -70,15 +72,17 @@ def test_qk_norm_rope_store(heads, kv_heads, dim, norms, splits, dtype) -> None:
     rows = torch.tensor([12, 3, 40, 0, 7, 8, 9], device="cuda")
     angles = torch.arange(100, device="cuda")[:, None] * normal(dim // 2, seed=4)
     keys, values = (torch.full((50, kv_heads * dim), 5.0, device="cuda", dtype=dtype) for _ in range(2))
+    cosines, sines = angles.cos(), angles.sin()
+    torch.cuda.synchronize()  # the kernel reads all but `qkv` before the one before it has ended
     query = qk_norm_rope_store(
-        qkv, weight, 1e-6, angles.cos(), angles.sin(), positions, rows, keys, values,
+        qkv, weight, 1e-6, cosines, sines, positions, rows, keys, values,
         dtype=dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
     )  # fmt: skip
     plain = (qkv.sum(0) if splits else qkv.float()).view(tokens, -1, dim)
     qk = plain[:, : heads + kv_heads]
     if norms:
         qk = rms_norm_reference(qk.to(dtype).float(), weight, 1e-6)
-    cos, sin = angles.cos()[positions], angles.sin()[positions]
+    cos, sin = cosines[positions], sines[positions]
     qk = rotate_reference(qk, torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None])
     close(query, qk[:, :heads], dtype)
     close(keys[rows], qk[:, heads:].flatten(1), dtype)
@@ -104,8 +108,10 @@ def test_keys_and_values_in_fp8_have_the_bits_of_a_cpu(splits, scales, dtype) ->
 
     def run(stored: torch.dtype, scales: tuple[float, float] | None) -> tuple[torch.Tensor, ...]:
         pool = [torch.zeros(tokens, kv_heads * dim, device="cuda").to(stored) for _ in range(2)]
+        cosines, sines = angles.cos(), angles.sin()
+        torch.cuda.synchronize()
         query = qk_norm_rope_store(
-            qkv, None, 1e-6, angles.cos(), angles.sin(), rows, rows, *pool,
+            qkv, None, 1e-6, cosines, sines, rows, rows, *pool,
             dtype=dtype, scales=scales, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
         )  # fmt: skip
         return query, *pool

@@ -107,6 +107,7 @@ def test_attention_of_one_token(length, page_size, kv_heads, group, head_dim, no
     angles = torch.arange(length, device="cuda")[:, None] * normal(head_dim // 2, seed=4)
     angles = angles.cos(), angles.sin()
     keys, values = pool.key_rows[case.layer], pool.value_rows[case.layer]
+    torch.cuda.synchronize()  # the kernel reads all but `qkv` before the one before it has ended
     query = qk_norm_rope_store(
         qkv, weight, 1e-6, *angles, ctx.positions, ctx.slot_mapping, keys, values,
         dtype=dtype, scales=scales, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,

@@ -53,8 +53,8 @@ def load_splits(x, at, stride, inside, SPLITS: tl.constexpr):
 def sum_splits(parts, SPLITS: tl.constexpr):
     """Returns the sum of a tuple of SPLITS tensors, in order.
 
-    With `pdl_launch_behind_loads` between `load_splits` and this function, no load waits for another one.
-    Otherwise Triton 3.8 has few of them under way at a time.
+    With `pdl_launch_behind_loads` or `loads_stay_first` between `load_splits` and this function, no load
+    waits for another one. Otherwise Triton 3.8 has few of them under way at a time.
     """
     total = parts[0]
     for split in tl.static_range(1, SPLITS):

@@ -52,8 +52,9 @@ def pdl_launch_behind_loads(PDL: tl.constexpr):
 def loads_stay_first(never, PDL: tl.constexpr):
     """Keep what comes behind from being moved before the loads, and do not let the next kernel start.
 
-    `never` is a condition that does not hold, which the compiler cannot know. Before Hopper nothing is kept
-    in its place.
+    The compiler moves nothing across an instruction that could let it start. `never` does not hold, which the
+    compiler must not know: it depends on an argument for which the kernel is not specialised. Before Hopper
+    nothing is kept in its place.
     """
     if PDL != OFF:
         if never:

@@ -166,7 +166,7 @@ def _qk_norm_rope_store(
     inside = d < half
     head = first + tl.arange(0, GROUP)[:, None]
     rotates = first < HEADS + KV_HEADS  # otherwise the heads are values
-    # Only `qkv` is of the kernel before. What is loaded here arrives while that kernel ends.
+    # The kernel before may write nothing of this, see `qk_norm_rope_store`. It arrives while that one ends.
     position = tl.load(positions + token).to(tl.int64)
     row = tl.load(slot_mapping + token).to(tl.int64)
     cos = tl.load(cosines + position * half + d, mask=inside & rotates, other=0.0)
@@ -226,8 +226,8 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values in the KV pool, and return the queries.
 
-    One kernel launch does all of this for all tokens. The kernel before it may write nothing of what it reads
-    but `qkv`.
+    One kernel launch does all of this for all tokens. Of what it reads, the kernel launched before it may
+    write `qkv` alone: the rest is read before that kernel has ended (`docs/gpu.md`, "Neighbours overlap").
 
     Args:
         qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K partials, float32 `[S, T, …]`.
