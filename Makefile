@@ -75,7 +75,7 @@ pytest: together
 # Three files at a time: two leave a quarter of two cores idle, while tests wait for processes and deadlines.
 # They come in the order of tests/conftest.py, and not those with the most tests first, which are not the longest.
 together: model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not alone" $(PYTEST_ARGS)
 
 # What measures times that load would spoil. Only its files are given to pytest, which takes 10 s to collect all tests.
 alone: model

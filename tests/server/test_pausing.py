@@ -432,7 +432,7 @@ def test_a_pause_that_waits_when_the_engine_dies_is_503(
 ) -> None:
     monkeypatch.setenv("FAKE_STEP_S", "0.1")
     with LiveServer(tiny_model) as server:
-        Running(server, max_new_tokens=400)  # it cannot end before the engine does
+        running = Running(server, max_new_tokens=400)  # it cannot end before the engine does
         wait_until(lambda: server.runtime.manager.stats.counters.output_tokens > 0)
         replies: list[httpx.Response] = []
         pause = threading.Thread(
@@ -443,5 +443,6 @@ def test_a_pause_that_waits_when_the_engine_dies_is_503(
         os.kill(server.runtime.worker_pids[0], signal.SIGKILL)
         pause.join(60)
         assert (replies[0].status_code, "SIGKILL" in replies[0].text) == (503, True)
+        assert running.result()["code"] == 503
         for path in ("/pause_generation", "/continue_generation", "/flush_cache", "/pause", "/resume"):
             assert server.client.post(path).status_code == 503
