@@ -51,9 +51,8 @@ class Clocks:
     def __enter__(self) -> Clocks:
         if shutil.which("nvidia-smi"):
             self._output = tempfile.TemporaryFile("w+")
-            command = ["nvidia-smi", f"--id={_gpu()}", "-l", "1", "--format=csv,noheader,nounits"]
-            command.append("--query-gpu=utilization.gpu,clocks.sm,clocks.mem,power.draw")
-            self._process = subprocess.Popen(command, stdout=self._output)
+            command = _smi("utilization.gpu,clocks.sm,clocks.mem,power.draw")
+            self._process = subprocess.Popen([*command, "-l", "1"], stdout=self._output)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,13 +82,13 @@ class Clocks:
 
 def gpu_memory_mib() -> int:
     """Return the memory of the GPU that is in use, whoever uses it, in MiB."""
-    command = ["nvidia-smi", f"--id={_gpu()}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.check_output(command, text=True))
+    return int(subprocess.check_output(_smi("memory.used"), text=True))
 
 
-def _gpu() -> str:
-    """Return the number, or the UUID, of the first GPU that this process may use."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+def _smi(fields: str) -> list[str]:
+    """Return the command that asks for these fields of the first GPU that this process may use."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    return ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 
 
 def save(name: str, figures: dict[str, Any]) -> Path:
